@@ -36,9 +36,9 @@ from lightning_smartinfinity.zero3.ranks.watchdog import begin_watch, end_watch,
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
     from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
     from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
+    from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
     from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 
 __all__ = ["NearStorage"]
@@ -200,7 +200,7 @@ class NearStorage(ABC):
         return None if optimizer is None else optimizer.rank_state
 
     @property
-    def _near_storage_optimizer(self) -> SmartInfinityOptimizer | None:
+    def _near_storage_optimizer(self) -> StorageOptimizer | None:
         return None if self._training_engine is None else self._training_engine.optimizer
 
     def _prepare_environment(self, device: torch.device, *, local_world_size: int) -> None:

@@ -131,7 +131,7 @@ def test_the_memory_of_gradients_is_freed_after_a_failed_step(tmp_path: Path) ->
     try:
         trainer.fit(LitTiny(RECIPE))
     except StorageError:
-        found = weakref.ref(trainer.strategy.optimizers[0].arena._memory)
+        found = weakref.ref(trainer.strategy.optimizers[0].rank_state.arena._memory)
     trainer.strategy.close()  # type: ignore[attr-defined]
     assert isinstance(found(), GradientWindows)
     del trainer, failing

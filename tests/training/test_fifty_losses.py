@@ -32,7 +32,7 @@ def test_fifty_losses(steps: int, clip: float | None, tmp_path: Path) -> None:
     in_memory = result(runs[0])
     module, trainer, recorder = train(runs[1])
     strategy: Any = trainer.strategy
-    assert strategy.optimizers[0].arena.counters() is not None, "all gradients fit into memory"
+    assert strategy.optimizers[0].rank_state.arena.counters() is not None, "all gradients fit into memory"
     assert strategy.parameter_bytes > 0 and strategy.traffic().activation_read_bytes > 0
     with_budgets = ((module.losses, module.validated, recorder.extra), recorder.masters)
     strategy.close()

@@ -111,7 +111,7 @@ class Written(pl.Callback):
         self.after: list[int] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.after.append(trainer.optimizers[0].arena.counters().written_bytes)  # type: ignore[attr-defined]
+        self.after.append(trainer.optimizers[0].rank_state.arena.counters().written_bytes)  # type: ignore[attr-defined]
 
 
 def test_gradients_that_are_given_up(tmp_path: Path, memories: list[Any]) -> None:
@@ -255,7 +255,7 @@ def test_no_room_for_a_spill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def spoil_gradients(trainer: pl.Trainer, module: Any) -> None:
     """Flip a bit in every gradient on storage; their file has no name."""
-    memory = trainer.optimizers[0].arena._memory
+    memory = trainer.optimizers[0].rank_state.arena._memory
     for window in memory._stored:
         extent = memory._places[window].extent
         for link in Path("/proc/self/fd").iterdir():

@@ -169,7 +169,7 @@ def test_a_scheduled_accumulation_is_in_fp32(tmp_path: Path) -> None:
         scheduler = callbacks.GradientAccumulationScheduler(scheduling)
         trainer = quiet_trainer(tmp_path, callbacks=[scheduler], max_steps=1)
         trainer.fit(Everything(RECIPE))
-        dtypes.append(str(trainer.strategy.optimizers[0].arena.buffer.dtype))
+        dtypes.append(str(trainer.strategy.optimizers[0].rank_state.arena.buffer.dtype))
     assert dtypes == ["torch.float32", "torch.bfloat16"]
 
 

@@ -275,7 +275,7 @@ def test_automatic_after_manual_in_one_trainer(tmp_path: Path) -> None:
     for steps, module in enumerate((Everything(RECIPE), Manual(), Everything(RECIPE)), 1):
         trainer.fit_loop.epoch_loop.max_steps = steps
         trainer.fit(module)
-        dtypes.append(trainer.strategy.optimizers[0].arena.buffer.dtype)
+        dtypes.append(trainer.strategy.optimizers[0].rank_state.arena.buffer.dtype)
     assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 

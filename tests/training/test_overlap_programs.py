@@ -311,7 +311,7 @@ def train(program: Program, root: Path, *callbacks: pl.Callback, accelerator: st
             tensors[name] = param.detach().clone()
     rates = [group["lr"] for group in optimizer.param_groups]
     trained = (module.losses, module.validated, module.seen, rates, float(optimizer.loss_scale))
-    spills = optimizer.arena.counters()
+    spills = optimizer.rank_state.arena.counters()
     left = Left(
         repr((handler.steps.tolist(), None if failed else trained)),
         handler.generation,

@@ -18,8 +18,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
-from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 
 
 def undecorated(function: Any) -> Any:
@@ -29,7 +29,7 @@ def undecorated(function: Any) -> Any:
     return function
 
 
-@pytest.mark.seam("GradientPath has an arena; StorageOptimizer, SmartInfinityOptimizer, StateByParameter have storage")
+@pytest.mark.seam("StorageOptimizer has an arena and storage")
 @pytest.mark.parametrize(
     "name",
     [
@@ -50,7 +50,7 @@ def undecorated(function: Any) -> Any:
 def test_overridden_methods_take_what_the_base_passes(name: str) -> None:
     """Every overridden method of the optimizer has the parameters of the method it replaces, in name and order."""
     theirs = inspect.signature(undecorated(getattr(DeepSpeedZeroOptimizer_Stage3, name)))
-    ours = inspect.signature(getattr(SmartInfinityOptimizer, name))
+    ours = inspect.signature(getattr(StorageOptimizer, name))
     assert list(theirs.parameters) == list(ours.parameters), "DeepSpeed changed what it passes"
 
 

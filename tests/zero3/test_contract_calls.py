@@ -35,8 +35,7 @@ from tests.zero3.observed import Calls, observing
 from tests.zero3.test_contract import undecorated
 
 STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
-OURS = "SmartInfinityOptimizer"
-STEPPING = "StorageOptimizer"
+OURS = "StorageOptimizer"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -115,7 +114,7 @@ def test_initialize_builds_the_engine_from_its_module_global(seen: Observed) -> 
 @pytest.mark.seam("SmartInfinityEngine builds our optimizer")
 def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None:
     """DeepSpeedEngine._configure_zero_optimizer looks stage3.DeepSpeedZeroOptimizer_Stage3 up when it is called."""
-    built = seen.callers(f"{STEPPING}.__init__")
+    built = seen.callers(f"{OURS}.__init__")
     assert built == {"DeepSpeedEngine._configure_zero_optimizer"}, "the stock optimizer would keep state in memory"
 
 
@@ -147,7 +146,7 @@ def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
     assert seen.in_order(
         f"{STAGE3}.__init__",
         f"{STAGE3}._create_fp16_partitions_with_defragmentation",
-        f"{STEPPING}._setup_for_real_optimizer",
+        f"{OURS}._setup_for_real_optimizer",
         f"{STAGE3}.set_grad_positions",
         f"{STAGE3}.create_reduce_and_remove_grad_hooks",
     ), "zero3/optimizer/storage_optimizer.py opens storage in _setup_for_real_optimizer, from partitions that are there"
@@ -208,10 +207,10 @@ def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
 def test_gradients_pass_through_the_overridden_methods(seen: Observed) -> None:
     """Hooks call reduce_ready_partitions_and_remove_grads, it reduce_independent_p_g_buckets_and_remove_grads."""
     hook = f"{STAGE3}.create_reduce_and_remove_grad_hooks.<locals>.wrapper.<locals>.reduce_partition_and_remove_grads"
-    assert seen.callers("GradientPath.reduce_ready_partitions_and_remove_grads") == {hook}, "the arena would be empty"
-    into_buckets = "GradientPath.reduce_independent_p_g_buckets_and_remove_grads"
+    assert seen.callers(f"{OURS}.reduce_ready_partitions_and_remove_grads") == {hook}, "the arena would be empty"
+    into_buckets = f"{OURS}.reduce_independent_p_g_buckets_and_remove_grads"
     assert seen.callers(into_buckets) == {f"{STAGE3}.reduce_ready_partitions_and_remove_grads"}
-    assert seen.callers(f"{STEPPING}.partition_grads") == {into_buckets}
+    assert seen.callers("GradientPath.take") == {into_buckets}
     assert not seen.callers(f"{STAGE3}.__add_grad_to_ipg_bucket")
 
 
@@ -229,7 +228,7 @@ def test_parameters_gather_and_partition_through_their_init(seen: Observed) -> N
 @pytest.mark.seam("SmartInfinityEngine notices retained graphs, GradientPath releases their parameters at the end")
 def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
     """DeepSpeedEngine.backward ends in _backward_epilogue, which calls the optimizer's backward_epilogue."""
-    assert seen.callers(f"{STEPPING}.backward_epilogue") == {"DeepSpeedEngine._backward_epilogue"}
+    assert seen.callers(f"{OURS}.backward_epilogue") == {"DeepSpeedEngine._backward_epilogue"}
     assert seen.callers("SmartInfinityEngine.backward") == {"SmartInfinityPrecision.backward"}, "graphs go unseen"
 
 
@@ -238,7 +237,7 @@ def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
     ("ours", "hook"),
     [
         ("retrace_for_external_parameters.<locals>.learning.<locals>.gathering", "_run_before_backward_function"),
-        (f"{STEPPING}._watch_releases.<locals>.releasing", "_run_after_backward_function"),
+        (f"{OURS}._watch_releases.<locals>.releasing", "_run_after_backward_function"),
         ("guard_modules.<locals>.checked_again", "_post_forward_module_hook"),
     ],
 )
@@ -276,11 +275,11 @@ def test_active_modules_of_a_parameter_are_a_set(seen: Observed) -> None:
 )
 def test_step_calls_the_verbs_of_the_base(seen: Observed, name: str) -> None:
     """DeepSpeedEngine._take_model_step calls our step, which calls the base's verbs around an update."""
-    assert "DeepSpeedEngine._take_model_step" in seen.callers(f"{STEPPING}.step")
-    caller = f"{STEPPING}.step"
+    assert "DeepSpeedEngine._take_model_step" in seen.callers(f"{OURS}.step")
+    caller = f"{OURS}.step"
     if name == "_partition_all_parameters":
-        assert seen.has(caller, f"{STEPPING}.{name}")
-        caller = f"{STEPPING}.{name}"
+        assert seen.has(caller, f"{OURS}.{name}")
+        caller = f"{OURS}.{name}"
     assert seen.has(caller, f"{STAGE3}.{name}"), f"the step stands on {name}"
 
 
@@ -374,9 +373,9 @@ def test_gathered_parameters_are_marked(seen: Observed) -> None:
 @pytest.mark.seam("StateByParameter: safe_get_*, safe_set_*")
 def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
     """deepspeed.utils.tensor_fragment asks _z3_optimizer, so safe_get_* and safe_set_* end in our methods."""
-    assert seen.callers("StateByParameter.set_full_hp_param"), "safe_set_full_fp32_param would write into no master"
-    assert seen.callers("StateByParameter._get_fp32_opt_state_partition"), "safe_get_full_fp32_param"
-    assert seen.callers("StateByParameter.get_fp32_grad_for_param"), "safe_get_full_grad"
+    assert seen.callers(f"{OURS}.set_full_hp_param"), "safe_set_full_fp32_param would write into no master"
+    assert seen.callers(f"{OURS}._get_fp32_opt_state_partition"), "safe_get_full_fp32_param"
+    assert seen.callers(f"{OURS}.get_fp32_grad_for_param"), "safe_get_full_grad"
 
 
 # ---- checkpoints
@@ -433,14 +432,14 @@ def test_engine_counts_steps_and_samples(seen: Observed) -> None:
         assert saved[name] == getattr(seen.engine, name) == count, name
 
 
-@pytest.mark.seam("SmartInfinityOptimizer and load_resharded gather persistent parameters after a skipped step, a load")
+@pytest.mark.seam("StorageOptimizer and load_resharded gather persistent parameters after a skipped step, a load")
 def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -> None:
     """checkpoint_event_prologue partitions all parameters, checkpoint_event_epilogue gathers the persistent ones."""
     base, epilogue = f"{STAGE3}.checkpoint_event_prologue", f"{STAGE3}.checkpoint_event_epilogue"
     prologue = f"{OURS}.checkpoint_event_prologue"
     assert seen.in_order("DeepSpeedEngine.load_checkpoint", prologue, "DeepSpeedEngine._load_checkpoint", epilogue)
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", prologue, "DeepSpeedEngine._save_checkpoint", epilogue)
-    assert seen.has(base, f"{STEPPING}._partition_all_parameters"), "a load would fill gathered ones"
+    assert seen.has(base, f"{OURS}._partition_all_parameters"), "a load would fill gathered ones"
     # Ours wraps the method that zero.Init installs (parameters/gather_methods.py).
     assert seen.has(epilogue, "GatherNow.__call__"), "zero3/optimizer/storage_optimizer.py, skipped step"
     assert seen.has("Gather._gather", "Init._convert_to_deepspeed_param.<locals>.all_gather")

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import Strategy
 
-from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.parameters.deepspeed_patches import GATHER_PARAMS
 from lightning_smartinfinity.zero3.parameters.live_parameters import RELEASE_PARAM
 from tests.zero3.test_contract import undecorated
@@ -116,16 +116,14 @@ def test_persistent_parameters_are_gathered_by_the_optimizer_in_two_places() -> 
     assert source.count("if len(self.persistent_parameters) > 0:") == 3
 
 
-@pytest.mark.seam("SmartInfinityOptimizer finishes the update before a checkpoint is saved or loaded")
+@pytest.mark.seam("StorageOptimizer finishes the update before a checkpoint is saved or loaded")
 def test_checkpoints_begin_with_an_event() -> None:
     """The engine's save_checkpoint and load_checkpoint call checkpoint_event_prologue before anything else."""
     for method in ("save_checkpoint", "load_checkpoint"):
         source = inspect.getsource(getattr(engine.DeepSpeedEngine, method))
         assert "checkpoint_event_prologue()" in source, method
     theirs = inspect.signature(DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue)
-    assert list(theirs.parameters) == list(
-        inspect.signature(SmartInfinityOptimizer.checkpoint_event_prologue).parameters
-    )
+    assert list(theirs.parameters) == list(inspect.signature(StorageOptimizer.checkpoint_event_prologue).parameters)
 
 
 @pytest.mark.seam("SmartInfinityStrategy: if the answer is wrong, the update is discarded and made again")

@@ -16,8 +16,8 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartiti
 from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator, stage3
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 from tests.zero3.test_contract import undecorated
 
@@ -75,7 +75,7 @@ def test_other_verbs_are_used_only_where_ours_never_goes(name: str) -> None:
     }
     assert users == NOT_ENTERED[name]
     for user in users:
-        replaced = getattr(SmartInfinityOptimizer, user) is not getattr(DeepSpeedZeroOptimizer_Stage3, user)
+        replaced = getattr(StorageOptimizer, user) is not getattr(DeepSpeedZeroOptimizer_Stage3, user)
         callers = {
             method
             for method, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)

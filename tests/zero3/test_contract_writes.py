@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
-from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 
 OVERRIDDEN = [
     "set_full_hp_param",
@@ -33,7 +33,7 @@ OVERRIDDEN = [
 def test_overridden_methods_take_what_deepspeed_passes(name: str) -> None:
     """set_full_hp_param, set_local_hp_param, get_fp32_grad_for_param and their kin have the parameters of ours."""
     theirs = inspect.signature(getattr(DeepSpeedZeroOptimizer_Stage3, name))
-    assert list(theirs.parameters) == list(inspect.signature(getattr(SmartInfinityOptimizer, name)).parameters)
+    assert list(theirs.parameters) == list(inspect.signature(getattr(StorageOptimizer, name)).parameters)
 
 
 @pytest.mark.seam("every write reaches storage, by StateByParameter")

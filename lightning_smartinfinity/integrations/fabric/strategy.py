@@ -182,7 +182,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             )
         self._require_loaded()
         optimizer = self._training_engine.optimizer
-        if optimizer.arena.active.any():
+        if optimizer.rank_state.arena.active.any():
             raise UnsupportedError(
                 "fabric.strategy.record was called between backward and step, where no training can resume.",
                 "Call it after optimizer.step().",
@@ -305,7 +305,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         if not hasattr(next(model.parameters(), None), "ds_id"):  # else module_sharded_context has planned it
             self._plan(model, replace(self._surroundings(), optimizer=type(optimizer).__name__))
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
-        engine.optimizer.expects_zero_grad = True
+        engine.optimizer.used_gradients.expects_reset = True
         self._recording.end()
         self._awaits_load = self._recording.resumes
         return engine, optimizer, scheduler

@@ -457,7 +457,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         assert optimizer is not None
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         engine, _ = self._build_engine(model, optimizer, initialize)
-        engine.optimizer.expects_zero_grad = True
+        engine.optimizer.used_gradients.expects_reset = True
         return engine, optimizer
 
     @override

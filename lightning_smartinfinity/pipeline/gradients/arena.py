@@ -15,7 +15,7 @@ from lightning_smartinfinity.errors import CudaError, SmartInfinityError
 from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientMemory
 from lightning_smartinfinity.pipeline.layout.batches import spans_of
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
-from lightning_smartinfinity.pipeline.layout.tensors import Flat, is_native_dtype, native_dtype
+from lightning_smartinfinity.pipeline.layout.tensors import DTYPES, Flat
 from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, GradientCopies
 
 __all__ = ["GradientArena"]
@@ -57,6 +57,7 @@ class GradientArena:
         self._memory = GradientMemory(layout.numel, dtype, link=link) if memory is None else memory
         self._lost = False
         self.buffer = self._memory.tensor
+        self._dtype = DTYPES[dtype]
         # For each parameter: the address of its slice, its number of elements (None if padded), and its gradient's sum
         # of squares (_UNKNOWN if not known).
         self._addresses = [
@@ -119,8 +120,8 @@ class GradientArena:
                 [self._addresses[parameter] for parameter in indices],
                 [gradient.numel() for _, gradient in pairs],
                 adds,
-                native_dtype(dtype),
-                native_dtype(self.buffer.dtype),
+                DTYPES[dtype],
+                self._dtype,
             )
             self.active[indices] = True
 
@@ -170,10 +171,9 @@ class GradientArena:
         gradient is not finite.
         """
         self.synchronize()
-        dtype = native_dtype(self.buffer.dtype)
         for parameter in np.flatnonzero(self.active & (self._squares == _UNKNOWN)).tolist():
             gradient = self._held(parameter, changes=False)
-            self._squares[parameter] = native.sum_of_squares(gradient.data_ptr(), gradient.numel(), dtype)
+            self._squares[parameter] = native.sum_of_squares(gradient.data_ptr(), gradient.numel(), self._dtype)
         return math.fsum(self._squares[self.active].tolist())
 
     def view(self, sub_group: int) -> torch.Tensor:
@@ -219,9 +219,8 @@ class GradientArena:
     def flats(self) -> list[Flat]:
         """Return the memory of each sub-group's gradients, for :class:`StepPlan`."""
         self.synchronize()
-        dtype, size = native_dtype(self.buffer.dtype), self.buffer.element_size()
-        base = self.buffer.data_ptr()
-        return [Flat(base + group.offset * size, group.numel, dtype) for group in self._layout.sub_groups]
+        base, size = self.buffer.data_ptr(), self.buffer.element_size()
+        return [Flat(base + group.offset * size, group.numel, self._dtype) for group in self._layout.sub_groups]
 
     def close(self) -> None:
         """Unregister and release the memory; idempotent. The memory lives as long as a tensor over it."""
@@ -234,9 +233,7 @@ class GradientArena:
         if self._memory.budget_bytes is not None:
             begin, end = self._range_of(parameter)
             values = self.buffer[begin:end]
-            self._squares[parameter] = native.sum_of_squares(
-                values.data_ptr(), values.numel(), native_dtype(values.dtype)
-            )
+            self._squares[parameter] = native.sum_of_squares(values.data_ptr(), values.numel(), self._dtype)
 
     def _held(self, parameter: int, *, changes: bool) -> torch.Tensor:
         begin, end = self._range_of(parameter)
@@ -251,6 +248,9 @@ class GradientArena:
         self, arriving: Mapping[torch.dtype, Sequence[_Arrival]]
     ) -> Iterator[tuple[torch.dtype, Sequence[_Arrival]]]:
         """Yield the arrivals in groups whose memory is held: all of a dtype, or as many as the budget permits."""
+        if self._memory.budget_bytes is None:
+            yield from arriving.items()
+            return
         for dtype, pairs in arriving.items():
             for group in self._memory.groups([self._range_of(parameter) for parameter, _ in pairs]):
                 chosen = [pairs[index] for index in group]
@@ -281,4 +281,4 @@ class GradientArena:
 
 def _is_plain(gradient: torch.Tensor) -> bool:
     """Return whether the native core can read the gradient: contiguous, in host memory, of a dtype that it knows."""
-    return gradient.is_cpu and gradient.is_contiguous() and not gradient.is_neg() and is_native_dtype(gradient.dtype)
+    return gradient.is_cpu and gradient.is_contiguous() and not gradient.is_neg() and gradient.dtype in DTYPES

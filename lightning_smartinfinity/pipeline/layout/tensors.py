@@ -8,13 +8,14 @@ import torch
 
 from lightning_smartinfinity import native
 
-__all__ = ["Flat", "HostTensor", "flat_of", "is_native_dtype", "lent_tensor", "native_dtype", "torch_dtype"]
+__all__ = ["DTYPES", "Flat", "HostTensor", "flat_of", "lent_tensor", "native_dtype", "torch_dtype"]
 
-_DTYPES = {
+DTYPES = {
     torch.float32: native.DType.FLOAT32,
     torch.float16: native.DType.FLOAT16,
     torch.bfloat16: native.DType.BFLOAT16,
 }
+"""The native core's dtype for each torch dtype that the core supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +33,14 @@ class Flat:
     dtype: native.DType
 
 
-def is_native_dtype(dtype: torch.dtype) -> bool:
-    """Return whether the native core supports a torch dtype."""
-    return dtype in _DTYPES
-
-
 def native_dtype(dtype: torch.dtype) -> native.DType:
     """Return the native core's dtype for a torch dtype (float32, float16 or bfloat16)."""
-    return _DTYPES[dtype]
+    return DTYPES[dtype]
 
 
 def torch_dtype(dtype: native.DType) -> torch.dtype:
     """Return the torch dtype for a dtype of the native core."""
-    return next(name for name, known in _DTYPES.items() if known == dtype)
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def flat_of(tensor: torch.Tensor) -> Flat:

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.optimizer.taken_optimizer import refuse_foreign_steps
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.deepspeed_patches import (
@@ -59,7 +59,7 @@ class PortableEngine(DeepSpeedEngine):
     """A ``DeepSpeedEngine`` with this package's changes to ZeRO-3's parameters, and fp16 on every device of torch."""
 
     module: torch.nn.Module
-    optimizer: SmartInfinityOptimizer | DeepSpeedZeRoOffload
+    optimizer: StorageOptimizer | DeepSpeedZeRoOffload
 
     def __init__(self, **kwargs: object) -> None:
         refuse_foreign_steps()

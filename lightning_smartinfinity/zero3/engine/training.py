@@ -28,6 +28,7 @@ from lightning_smartinfinity.storage.io.deadlines import io_limit, unless_idle
 from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import replacing, writing
 from lightning_smartinfinity.zero3.checkpoints.folders.note import write_note
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import LATEST
+from lightning_smartinfinity.zero3.checkpoints.formats import optimizer_state
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import MODEL_KEY
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import find_checkpoint
@@ -38,10 +39,10 @@ from lightning_smartinfinity.zero3.checkpoints.load.folder_check import check_ch
 from lightning_smartinfinity.zero3.checkpoints.load.resharding import load_resharded
 from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
 from lightning_smartinfinity.zero3.checkpoints.save.checkpoint_engine import SmartInfinityCheckpointEngine
-from lightning_smartinfinity.zero3.engine.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.engine.portable import PortableEngine
 from lightning_smartinfinity.zero3.optimizer.clipping import clip_norm
 from lightning_smartinfinity.zero3.optimizer.release import release_module
+from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.parameters.callers import unanswered
 from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_partitions
 from lightning_smartinfinity.zero3.parameters.gathering import engine_has_turn
@@ -65,7 +66,7 @@ __all__ = ["SmartInfinityEngine"]
 
 
 class SmartInfinityEngine(PortableEngine):
-    """An engine that builds a :class:`SmartInfinityOptimizer`.
+    """An engine that builds a :class:`StorageOptimizer`.
 
     Args:
         offload: Where optimizer state is stored and how it is transferred.
@@ -77,7 +78,7 @@ class SmartInfinityEngine(PortableEngine):
         saves: The saves in progress in the background.
     """
 
-    optimizer: SmartInfinityOptimizer
+    optimizer: StorageOptimizer
     saves: BackgroundSaves
     _global_grad_norm: float | None
 
@@ -91,7 +92,7 @@ class SmartInfinityEngine(PortableEngine):
         except BaseException:
             # vars: torch's Module cannot look up attributes if its constructor has not run.
             built = vars(self).get("optimizer")
-            if isinstance(built, SmartInfinityOptimizer):
+            if isinstance(built, StorageOptimizer):
                 built.rank_state.close()
                 built.destroy()
             release_module(model)
@@ -102,7 +103,13 @@ class SmartInfinityEngine(PortableEngine):
         with replaced(
             stage3,
             "DeepSpeedZeroOptimizer_Stage3",
-            partial(SmartInfinityOptimizer, offload=self._offload, groups=self._groups),
+            partial(
+                StorageOptimizer,
+                offload=self._offload,
+                groups=self._groups,
+                describe=optimizer_state.state_dict,
+                load=optimizer_state.load_state_dict,
+            ),
         ):
             return super()._configure_zero_optimizer(optimizer)
 
@@ -155,7 +162,6 @@ class SmartInfinityEngine(PortableEngine):
             )
         self._global_grad_norm = None  # until the step sets it
         with naming_lost_rank(), engine_has_turn():
-            self.optimizer.retained.backward_begins(retain_graph=retain_graph)
             self.optimizer.backward_begins(retain_graph=retain_graph)
             # Backward runs checkpointed parts of forward again, so it needs forward's contexts, too.
             with (

@@ -22,12 +22,13 @@ def clip_norm(optimizer: StorageOptimizer, limit: float) -> float:
     Returns:
         The norm of the unscaled gradients before clipping.
     """
-    total = sum_over_ranks(optimizer.arena.sum_of_squares(), optimizer.dp_process_group)
+    arena = optimizer.rank_state.arena
+    total = sum_over_ranks(arena.sum_of_squares(), optimizer.dp_process_group)
     norm = math.sqrt(total) / float(optimizer.loss_scale) if total >= 0 else math.nan
     factor = limit / (norm + _EPS)
     if math.isfinite(norm) and factor < 1.0:
         optimizer.speculation.discard()
-        optimizer.arena.scale(factor)
+        arena.scale(factor)
     return norm
 
 
@@ -36,9 +37,10 @@ def clip_values(optimizer: StorageOptimizer, limit: float) -> None:
 
     Gradients that are not finite stay unchanged: the step is skipped.
     """
-    if math.isfinite(optimizer.arena.sum_of_squares()):
+    arena = optimizer.rank_state.arena
+    if math.isfinite(arena.sum_of_squares()):
         optimizer.speculation.discard()
-        optimizer.arena.clamp(limit * float(optimizer.loss_scale))
+        arena.clamp(limit * float(optimizer.loss_scale))
 
 
 def norm_as_torch(norm: float, *, error_if_nonfinite: bool) -> torch.Tensor:

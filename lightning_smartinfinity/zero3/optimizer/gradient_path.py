@@ -7,27 +7,22 @@ find them empty, so they stay gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from lightning_smartinfinity.common.patches import replaced
-from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
+from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
+from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.parameters.gradients import GET_GRAD, SET_GRAD
-from lightning_smartinfinity.zero3.parameters.partition import Partition
-from lightning_smartinfinity.zero3.untyped import ZeroOffload, ZeroParameter
+from lightning_smartinfinity.zero3.ranks.collectives import raising_together
+from lightning_smartinfinity.zero3.untyped import ZeroOffload, ZeroOptimizer, ZeroParameter
 
-__all__ = [
-    "GradientPath",
-    "RetainedGraphs",
-]
+__all__ = ["GradientPath", "RetainedGraphs"]
 
 
 class RetainedGraphs:
@@ -94,26 +89,34 @@ def _graph_is_retained() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-class GradientPath(DeepSpeedZeroOptimizer_Stage3):
-    """A ZeRO-3 optimizer whose reduced gradients go into a :class:`GradientArena`.
+class GradientPath:
+    """The way of a rank's reduced gradients from ZeRO-3's hooks into the :class:`GradientArena`.
 
     Args:
+        optimizer: DeepSpeed's optimizer, which need not be built yet.
         rank_state: The rank's open state.
-        *args: Arguments, as ``DeepSpeedEngine`` passes them.
-        **kwargs: Further arguments, as ``DeepSpeedEngine`` passes them.
 
     Attributes:
-        retained: Keeps parameters gathered while autograd will use a graph again.
+        waiting: Parameters, by ds_id, whose gradient waits in a bucket. If buckets are bypassed, only gradients from
+            outside the engine's backward wait, in ``param.grad``.
+        in_backward: Whether the engine's backward is in progress: a step that directly follows another backward refuses
+            its gradients.
     """
 
-    def __init__(self, *args: object, rank_state: RankState, **kwargs: object) -> None:
-        self.rank_state = rank_state
-        # Parameters, by ds_id, whose gradient waits in a bucket. If buckets are bypassed, only gradients from outside
-        # the engine's backward wait, in ``param.grad``.
-        self._waiting: dict[int, ZeroParameter] = {}
-        self._in_backward = False
-        super().__init__(*args, **kwargs)
-        self.retained = RetainedGraphs(self.parameter_offload)
+    def __init__(self, optimizer: ZeroOptimizer, rank_state: RankState) -> None:
+        self._optimizer, self._rank_state = optimizer, rank_state
+        self.waiting: dict[int, ZeroParameter] = {}
+        self.in_backward = False
+
+    def open(self, update: UpdateInFlight, speculation: Speculation) -> None:
+        """Begin to take gradients, now that DeepSpeed's optimizer is built.
+
+        Args:
+            update: The update of the step in flight, which may still use gradients that new ones replace.
+            speculation: The speculative update, which gradients make ready.
+        """
+        self._update, self._speculation = update, speculation
+        self._index = self._rank_state.partition.index
         self._order_after_bucket_copies()
 
     @cached_property
@@ -123,116 +126,114 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         Buckets of another dtype are not bypassed, because they round gradients.
         """
         return (
-            dist.get_world_size(self.dp_process_group) == 1
+            dist.get_world_size(self._optimizer.dp_process_group) == 1
             and torch.device(get_accelerator().current_device_name()).type == "cpu"
-            and self.ipg_buckets.keys() == {self.dtype}
+            and self._optimizer.ipg_buckets.keys() == {self._optimizer.dtype}
         )
 
-    @property
-    def partition(self) -> Partition:
-        """This rank's slices of the parameters."""
-        return self.rank_state.partition
+    def create_buckets(self) -> None:
+        """Create the memory of DeepSpeed's buckets, unless they are bypassed.
 
-    @property
-    def arena(self) -> GradientArena:
-        """The gradient arena."""
-        return self.rank_state.arena
+        Raises:
+            ConfigError: There is no memory for one on some rank.
+        """
+        if self.bypasses_buckets:
+            return
+        device, numel = get_accelerator().current_device_name(), self._optimizer.reduce_bucket_size
+        with raising_together(self._optimizer.dp_process_group):
+            try:
+                for dtype, bucket in self._optimizer.ipg_buckets.items():
+                    bucket.buffer = torch.empty(numel, dtype=dtype, device=device)
+            except RuntimeError as error:  # torch raises it when out of memory
+                raise ConfigError(
+                    f"zero={{'reduce_bucket_size': {numel}}}: there is no memory for a bucket on {device}.",
+                    "Lower it: as many elements as the largest parameter has are enough.",
+                ) from error
 
-    def reduce_ready_partitions_and_remove_grads(self, param: ZeroParameter) -> None:
-        """Call the base class, except for a parameter that already waits in a bucket; refuse sparse gradients.
+    def is_new(self, param: ZeroParameter) -> bool:
+        """Return whether no gradient of the parameter waits in a bucket.
 
         Under reentrant checkpointing, a shared weight's gradient arrives once per segment. As its ``grad`` is a view of
         the bucket, autograd has already added the later gradients to the first.
+
+        Raises:
+            UnsupportedError: The gradient is sparse.
         """
         gradient = GET_GRAD(param)
         if gradient is not None and gradient.layout is not torch.strided:
             raise UnsupportedError(
-                f"Parameter {self.param_names[param]!r} received a sparse gradient, which ZeRO-3 cannot partition.",
+                f"Parameter {self._optimizer.param_names[param]!r} received a sparse gradient, which ZeRO-3 cannot "
+                "partition.",
                 "Build the module with sparse=False.",
             )
-        if param.ds_id in self._waiting:
-            if not get_accelerator().resolves_data_dependency():
-                self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
-            return
-        super().reduce_ready_partitions_and_remove_grads(param)
+        if param.ds_id not in self.waiting:
+            return True
+        if not get_accelerator().resolves_data_dependency():
+            self._optimizer.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
+        return False
 
-    def reduce_independent_p_g_buckets_and_remove_grads(self, param: ZeroParameter) -> None:
-        """Call the base class, unless buckets are bypassed: then the gradient goes into the arena at once."""
-        is_complete = getattr(param, "ds_grad_is_ready", True)
-        if not self.bypasses_buckets:
-            super().reduce_independent_p_g_buckets_and_remove_grads(param)
-            if is_complete:
-                self._waiting[param.ds_id] = param
-        elif is_complete and self._in_backward:
-            self.partition_grads([param], [GET_GRAD(param)])
-        elif is_complete:
-            self._waiting[param.ds_id] = param
+    def take(self, param: ZeroParameter) -> None:
+        """Take a parameter's gradient without a bucket: into the arena at once, within the engine's backward."""
+        if self.in_backward:
+            self.arrive([param], [GET_GRAD(param)])
+        else:
+            self.waiting[param.ds_id] = param
 
-    @contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """Mark the engine's backward: a step that directly follows another backward refuses its gradients."""
-        self._in_backward = True
-        try:
-            yield
-        finally:
-            self._in_backward = False
+    def arrive(self, params: Sequence[ZeroParameter], gradients: Sequence[torch.Tensor]) -> None:
+        """Write or add reduced gradient slices to the arena, and release the full gradients.
 
-    def partition_grads(
-        self, params_to_release: Sequence[ZeroParameter], grad_partitions: Sequence[torch.Tensor]
-    ) -> None:
-        """Write or add reduced gradient slices to the arena and release the full gradients.
-
-        The first slice of a window replaces earlier values. The arena keeps track of it, because DeepSpeed's
-        micro_step_id is wrong under reentrant checkpointing.
+        The first slice of a window replaces earlier values, once the step in flight has used these. The arena keeps
+        track of it, because DeepSpeed's micro_step_id is wrong under reentrant checkpointing.
         """
-        index = self.partition.index
-        self.arena.arrive_all([index[param.ds_id] for param in params_to_release], grad_partitions)
+        if not self.in_backward:
+            self._update.drain_for_residual()
+        if not self._update.is_idle:
+            self._update.require(params)
+        self._rank_state.arena.arrive_all([self._index[param.ds_id] for param in params], gradients)
         with torch._C.DisableTorchFunctionSubclass():
-            for param in params_to_release:
+            for param in params:
                 _drop_gradient(param)
-                self._waiting.pop(param.ds_id, None)
+                self.waiting.pop(param.ds_id, None)
+        if self._speculation.on:
+            self._speculation.arrived(params)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard this window's gradients, including those in the arena."""
+    def end_backward(self) -> None:
+        """Take the gradients that wait outside buckets."""
+        if self.bypasses_buckets and self.waiting:
+            waiting = list(self.waiting.values())
+            self.arrive(waiting, [GET_GRAD(param) for param in waiting])
+
+    def drop(self) -> None:
+        """Discard this window's gradients, in parameters, buckets and arena."""
         # Not by the base class: it would record a stream on them, which a CPU does not have.
-        with torch._C.DisableTorchFunctionSubclass():  # for speed, as below
-            for param in self.partition.params():
+        with torch._C.DisableTorchFunctionSubclass():  # for speed, as above
+            for param in self._rank_state.partition.params():
                 _drop_gradient(param)
-        with replaced(self, "fp16_groups", []):  # saves the base class's loop over all parameters
-            super().zero_grad(set_to_none)
-        self.arena.reset()
-        if self.rank_state.activations is not None:
-            self.rank_state.activations.gradients_are_gone()
-        # Discard gradients that an interrupted backward left in the buckets.
-        for bucket in self.ipg_buckets.values():
+        self._rank_state.arena.reset()
+        if self._rank_state.activations is not None:
+            self._rank_state.activations.gradients_are_gone()
+        # An interrupted backward may have left gradients in the buckets.
+        for bucket in self._optimizer.ipg_buckets.values():
             bucket.params.clear()
             bucket.elements = 0
-        self._waiting.clear()
-
-    def backward_epilogue(self) -> None:
-        """Call the base class, and release parameters kept gathered for retained graphs once no graph is retained."""
-        if self.bypasses_buckets and self._waiting:
-            waiting = list(self._waiting.values())
-            self.partition_grads(waiting, [GET_GRAD(param) for param in waiting])
-        self.retained.backward_ended()
-        super().backward_epilogue()
+        self.waiting.clear()
 
     def _order_after_bucket_copies(self) -> None:
         # With overlap_comm, gradients are copied into the bucket on a separate stream. Autograd may add to such a
         # gradient later, on its own stream: it must wait for the copy.
-        accelerator = get_accelerator()
-        if accelerator.resolves_data_dependency() or self.reduce_and_partition_stream == accelerator.default_stream():
+        accelerator, stream = get_accelerator(), self._optimizer.reduce_and_partition_stream
+        if accelerator.resolves_data_dependency() or stream == accelerator.default_stream():
             return
 
         def ordered(param: ZeroParameter) -> Callable[[torch.Tensor], None]:
             def wait(gradient: torch.Tensor) -> None:
-                if param.ds_id in self._waiting:
-                    accelerator.current_stream().wait_stream(self.reduce_and_partition_stream)
+                if param.ds_id in self.waiting:
+                    accelerator.current_stream().wait_stream(stream)
 
             return wait
 
-        for param in self.partition.params():
-            self._grad_acc_hooks.append(param.register_hook(ordered(param)))
+        for param in self._rank_state.partition.params():
+            self._optimizer._grad_acc_hooks.append(param.register_hook(ordered(param)))
 
 
 def _drop_gradient(param: ZeroParameter) -> None:

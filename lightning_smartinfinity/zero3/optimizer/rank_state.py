@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Thread, current_thread
+from typing import NoReturn
 
 import torch
 from torch.distributed import ProcessGroup
@@ -91,6 +92,8 @@ class RankState:
         keep: ``TransferConfig.keep``: whether to leave the state on storage at :meth:`close`.
 
     Attributes:
+        partition: This rank's slices of the parameters, from the set-up on.
+        arena: The gradient arena, from the set-up to :meth:`close`; StorageError after that.
         compressed: Compressed gradients; None: gradients are not compressed.
         activations: The offloaded activations; None: they stay in memory.
         in_fit: Whether a Trainer's fit with this state is in progress.
@@ -98,10 +101,11 @@ class RankState:
         keeping: Whether the state stays on storage.
     """
 
+    partition: Partition
+    arena: GradientArena
+
     def __init__(self, *, keep: bool | str) -> None:
         self.keeping = Keeping(keep)
-        self._partition: Partition | None = None
-        self._arena: GradientArena | None = None
         self._handler: TransferHandler | None = None
         self._unusable_reason: str | None = None
         self._closed_since = ""
@@ -110,14 +114,6 @@ class RankState:
         self.in_fit = False
         self._records_ended = False
         self.background = BackgroundJobs()
-
-    def hold_partition(self, partition: Partition) -> None:
-        """Adopt the partition."""
-        self._partition = partition
-
-    def hold_arena(self, arena: GradientArena) -> None:
-        """Adopt the arena of the partition's gradients."""
-        self._arena = arena
 
     def hold_handler(self, handler: TransferHandler) -> None:
         """Adopt an open, initialized handler."""
@@ -135,12 +131,6 @@ class RankState:
         return self.is_open and self._unusable_reason is None
 
     @property
-    def partition(self) -> Partition:
-        """This rank's slices of the parameters."""
-        assert self._partition is not None, "the partition is described before anything asks for it"
-        return self._partition
-
-    @property
     def handler(self) -> TransferHandler:
         """The open transfer handler.
 
@@ -156,16 +146,15 @@ class RankState:
             )
         return self._handler
 
-    @property
-    def arena(self) -> GradientArena:
-        """The gradient arena.
-
-        Raises:
-            StorageError: The storage was closed.
-        """
-        if self._arena is None:
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise StorageError for the arena of a closed training: Python calls this where an attribute is missing."""
+        if name == "arena":
             raise self._closed("gradient arena")
-        return self._arena
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def _has_arena(self) -> bool:
+        return "arena" in vars(self)
 
     def _closed(self, what: str) -> StorageError:
         return StorageError(
@@ -221,8 +210,8 @@ class RankState:
             handler.roll_back()
         except SmartInfinityError as second:
             self._unusable_reason = f"a failed step could not be rolled back. {second}"
-        if self._arena is not None:
-            self._arena.step_rolled_back()
+        if self._has_arena:
+            self.arena.step_rolled_back()
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -240,9 +229,9 @@ class RankState:
     @property
     def host_bytes(self) -> dict[str, int]:
         """Host memory held by the update, by purpose, in bytes; empty once closed."""
-        if self._arena is None or self._handler is None:
+        if not self._has_arena or self._handler is None:
             return {}
-        held = {"ring": self._handler.ring_bytes, "gradient_arena": self._arena.memory_bytes}
+        held = {"ring": self._handler.ring_bytes, "gradient_arena": self.arena.memory_bytes}
         if self.compressed is not None:
             held["payloads"] = self.compressed.payload_bytes
             if self.compressed.residual_bytes:
@@ -256,7 +245,7 @@ class RankState:
         """Return the counters since the storage was opened; zero once it is closed."""
         if self._handler is None:
             return Traffic()
-        counters = None if self._arena is None else self._arena.counters()
+        counters = self.arena.counters() if self._has_arena else None
         traffic = self._handler.traffic()
         if counters is not None:
             traffic += replace(Traffic.over_shared_channel(counters), folders=())
@@ -280,9 +269,9 @@ class RankState:
                 self._commit_or_roll_back(self._handler)
             self.keeping.leave(self._handler)
             self._handler = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        if self._has_arena:
+            self.arena.close()
+            del self.arena
         if self.compressed is not None:
             self.compressed.close()
             self.compressed = None

@@ -79,6 +79,7 @@ class Speculation:
         rank_state: The rank's partition and its handler.
 
     Attributes:
+        on: Whether an update has begun that the step may adopt.
         used_again: The parameter whose use discarded the last binding update, if one did.
     """
 
@@ -86,7 +87,7 @@ class Speculation:
         self._rank_state = rank_state
         self._partition = rank_state.partition
         self._hysteresis = Hysteresis()
-        self._on = False
+        self.on = False
         self._failed = False
         # Parameters whose gradient has arrived in this backward: those that may be in use, and those no longer used.
         self._arrived: dict[int, ZeroParameter] = {}
@@ -101,14 +102,9 @@ class Speculation:
         self.num_discarded = 0
 
     @property
-    def on(self) -> bool:
-        """Whether an update has begun that the step may adopt."""
-        return self._on
-
-    @property
     def binds(self) -> bool:
         """Whether an update has begun that gives gradients up as it uses them."""
-        return self._on and self._binds
+        return self.on and self._binds
 
     def is_worthwhile(self) -> bool:
         """Return whether to begin an update in this window; called once in each."""
@@ -124,7 +120,7 @@ class Speculation:
         self._binds = binds and self._num_in_a_row >= _RELIABLE
         self._arrived, self._complete, self._failed, self.used_again = {}, set(), False, None
         self._missing = self._partition.layout.num_parameters_in.tolist()
-        self._on = True
+        self.on = True
         try:
             self._rank_state.handler.begin_incremental(plan, binds=self._binds)
         except SmartInfinityError:
@@ -133,7 +129,7 @@ class Speculation:
 
     def arrived(self, params: Iterable[ZeroParameter]) -> None:
         """Record that this backward's gradients of these parameters are in the arena."""
-        if self._on:
+        if self.on:
             index = self._partition.index
             arrived = {index[param.ds_id]: param for param in params}
             self._arrived |= arrived
@@ -148,11 +144,11 @@ class Speculation:
 
     def holds(self, param: ZeroParameter) -> bool:
         """Return whether the parameter may have been updated; the same on all ranks."""
-        return self._on and self._partition.index.get(param.ds_id) in self._complete
+        return self.on and self._partition.index.get(param.ds_id) in self._complete
 
     def begin_ready(self) -> None:
         """Begin the tasklets that are ready; call this after modules have released parameters."""
-        if self._on:
+        if self.on:
             self._begin_ready(self._arrived)
 
     def _begin_ready(self, arrived: Mapping[int, ZeroParameter]) -> None:
@@ -176,7 +172,7 @@ class Speculation:
 
     def wait(self, parameters: Iterable[int]) -> None:
         """Wait until the update, if there is one, has updated these parameters (indices) where ready, or has failed."""
-        if self._on and not self._failed:
+        if self.on and not self._failed:
             try:
                 self._rank_state.handler.step.wait(parameters)
             except SmartInfinityError:
@@ -187,10 +183,10 @@ class Speculation:
 
         After Ctrl-C within this call, call it again.
         """
-        if not self._on:
+        if not self.on:
             return
         self._rank_state.roll_back(_DISCARDED)
-        self._on = False
+        self.on = False
         self._hysteresis.discarded()
         self._num_in_a_row = 0
         self.num_discarded += 1
@@ -204,10 +200,10 @@ class Speculation:
         Raises:
             ConfigError: A hyperparameter is out of range; nothing is in flight.
         """
-        if not self._on:
+        if not self.on:
             return False
         if not self._rank_state.handler.in_flight:
-            self._on = False
+            self.on = False
             return False
         try:
             step = self._rank_state.handler.step
@@ -224,7 +220,7 @@ class Speculation:
             if binds:
                 raise gradients_given_up(step.difference or "an interrupt came")
             return False
-        self._on = False
+        self.on = False
         self._hysteresis.adopted()
         self._num_in_a_row += 1
         self.num_adopted += 1

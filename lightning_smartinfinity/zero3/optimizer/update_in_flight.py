@@ -43,19 +43,28 @@ class UpdateInFlight:
         rank_state: The partition and its handler.
         speculation: The update that backward may begin before the step does.
         release_gathered: Function that partitions every gathered parameter.
+        overlaps: Whether an update may still run after its step has returned, or before the step.
 
     Attributes:
+        is_idle: Whether neither a step is in flight nor requests are recorded: no parameter has to be waited for.
         lost: Why an update was rolled back after its step had returned; None if none was. The loop then counts a step
             that the state does not have.
     """
 
     def __init__(
-        self, rank_state: RankState, speculation: Speculation, *, release_gathered: Callable[[], None]
+        self,
+        rank_state: RankState,
+        speculation: Speculation,
+        *,
+        release_gathered: Callable[[], None],
+        overlaps: bool,
     ) -> None:
         self._rank_state = rank_state
         self._partition = rank_state.partition
         self._speculation = speculation
         self._release_gathered = release_gathered
+        self._overlaps = overlaps
+        self.is_idle = not overlaps
         self._lock = threading.RLock()  # autograd's threads gather, too
         self.lost: str | None = None
         self._begun = False
@@ -91,7 +100,8 @@ class UpdateInFlight:
             if swapper is not None:
                 swapper.before_reading = self.require
                 swapper.leaves_for_later = self.is_untouched
-        skip_in_prefetch(coordinator, self.is_untouched, before_use=self._speculation.before_use)
+        before_use = self._speculation.before_use if self._overlaps else None
+        skip_in_prefetch(coordinator, self.is_untouched, before_use=before_use)
 
     def begin_speculatively(self, plan: StepPlan, *, binds: bool) -> None:
         """Begin an update within backward, unless too many were discarded recently. Collective.
@@ -117,6 +127,7 @@ class UpdateInFlight:
         Raises:
             SmartInfinityError: The step could not begin, in a training of one process.
         """
+        self.is_idle = False
         try:
             if not self._speculation.adopt(plan):
                 self._rank_state.handler.begin_step(plan)
@@ -204,6 +215,11 @@ class UpdateInFlight:
                 raise
             self._end()
 
+    def drain_for_residual(self) -> None:
+        """Drain if compression keeps a residual, computed from gradients that the next ones are about to replace."""
+        if self._rank_state.residual is not None:
+            self.drain()
+
     def drained_handler(self) -> TransferHandler:
         """Commit the step in flight, if there is one, and return the handler. Collective.
 
@@ -232,7 +248,7 @@ class UpdateInFlight:
         Args:
             error: Why the step is rolled back.
         """
-        self._roll_back_reason = error  # after Ctrl-C, the next call completes the rollback
+        self.is_idle, self._roll_back_reason = False, error  # after Ctrl-C, the next call completes the rollback
         if self._step_returned:
             self.lost = str(error)  # the error's traceback would keep the step's memory alive
         self._end()
@@ -241,6 +257,7 @@ class UpdateInFlight:
         self._partition.release_prefetched()
         self._rank_state.roll_back(error)
         self._roll_back_reason = None
+        self.is_idle = not self._overlaps
 
     def _wait_for(self, wanted: Sequence[int]) -> None:
         try:
@@ -271,6 +288,7 @@ class UpdateInFlight:
         self._begun, self._step_returned, self._failure = False, False, None
         self._untouched.clear()
         self._awaited.clear()
+        self.is_idle = not self._overlaps and self._roll_back_reason is None
 
     def _complete_roll_back(self) -> None:
         if self._roll_back_reason is not None:

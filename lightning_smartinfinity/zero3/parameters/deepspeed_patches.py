@@ -35,7 +35,7 @@ def skip_in_prefetch(
     coordinator: ZeroCoordinator,
     skipped: Callable[[ZeroParameter], bool],
     *,
-    before_use: Callable[[Iterable[ZeroParameter]], None],
+    before_use: Callable[[Iterable[ZeroParameter]], None] | None,
 ) -> None:
     """Make a coordinator gather some parameters only when their own module is about to run.
 
@@ -44,7 +44,8 @@ def skip_in_prefetch(
     Args:
         coordinator: DeepSpeed's ``PartitionedParameterCoordinator``.
         skipped: Function that returns whether a parameter must not be prefetched; the same on all ranks.
-        before_use: Function called with the parameters of a module about to run, whether already gathered or not.
+        before_use: Function called with the parameters of a module about to run, whether already gathered or not; None:
+            no function.
     """
     fetch, gather = coordinator.fetch_sub_module, getattr(coordinator, GATHER_PARAMS)
     needed: set[ZeroParameter] = set()
@@ -52,7 +53,8 @@ def skip_in_prefetch(
     def fetch_noting(current_submodule: torch.nn.Module, forward: bool) -> None:
         needed.clear()
         needed.update(iter_params(current_submodule, recurse=z3_leaf_module(current_submodule)))
-        before_use(needed)
+        if before_use is not None:
+            before_use(needed)
         fetch(current_submodule, forward)
 
     def gather_some(params: Iterable[ZeroParameter], forward: bool) -> None:

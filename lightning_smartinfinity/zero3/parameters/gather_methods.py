@@ -24,7 +24,7 @@ from lightning_smartinfinity.zero3.parameters.gathering import (
     is_in_forward,
     refuse_beside_engine,
 )
-from lightning_smartinfinity.zero3.parameters.status import forget_classes, restore_classes, version
+from lightning_smartinfinity.zero3.parameters.status import forget_classes, restore_classes, training_of, version
 from lightning_smartinfinity.zero3.parameters.unrounded import is_rounded, settle, waiting
 from lightning_smartinfinity.zero3.ranks.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
@@ -121,9 +121,9 @@ class PartitionKeepingWrites:
 
 def _discard_updates_of(written: Sequence[ZeroParameter]) -> None:
     """Discard an update that has begun within backward: rolling it back later would undo the writes."""
-    for owner in dict.fromkeys(param.__dict__.get("_z3_optimizer") for param in written):
-        if hasattr(owner, "speculation"):
-            owner.speculation.before_use(written)
+    for training in dict.fromkeys(map(training_of, written)):
+        if training is not None:
+            training.discard_update_of(written)
 
 
 def _forget_modules(param: ZeroParameter) -> None:

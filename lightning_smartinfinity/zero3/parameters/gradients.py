@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
 
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.parameters.partitioned_tensor import PartitionedTensor
+from lightning_smartinfinity.zero3.parameters.status import training_of
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["GET_GRAD", "SET_GRAD", "gradient_of", "set_gradient"]
@@ -18,25 +18,19 @@ GET_GRAD, SET_GRAD = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__  # typ
 """Torch's own getter and setter of ``tensor.grad``."""
 
 
-def _owner_of_gradient(param: ZeroParameter) -> Any:
-    """Return the optimizer that holds a parameter's reduced gradient between backward and step; None if none does."""
-    owner = param.__dict__.get("_z3_optimizer")
-    has_gradient = getattr(owner, "has_reduced_gradient", None)
-    return owner if has_gradient is not None and has_gradient(param) else None
-
-
 def gradient_of(param: ZeroParameter) -> torch.Tensor | None:
     """Return ``param.grad`` as for training in memory; between backward and step, the gradient reduced over ranks."""
     own: torch.Tensor | None = GET_GRAD(param)
     if own is not None:
         return own
-    if _owner_of_gradient(param) is not None:
+    training = training_of(param)
+    if training is None:
+        return None
+    if training.has_reduced_gradient(param):
         return PartitionedTensor.gradient(param)
-    owner = param.__dict__.get("_z3_optimizer")
-    if hasattr(owner, "gradient_is_reset"):
-        owner.gradient_is_reset(param)
+    training.gradient_is_reset(param)
     by_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")  # such as Module.to
-    if not by_torch and hasattr(owner, "has_used_gradient") and owner.has_used_gradient(param):
+    if not by_torch and training.has_used_gradient(param):
         warnings.warn(
             "The gradient of a parameter was read after the step that used it, and is None: read gradients between "
             "backward and step, such as in on_before_optimizer_step.",
@@ -53,7 +47,7 @@ def set_gradient(param: ZeroParameter, value: torch.Tensor | None) -> None:
     """
     if isinstance(value, PartitionedTensor) and value.is_gradient and value.param is param and not value.views:
         return
-    owner = param.__dict__.get("_z3_optimizer")
+    training = training_of(param)
     if value is not None and value.shape != torch.Size(param.ds_shape):
         raise UnsupportedError(
             f"A parameter of shape {tuple(param.ds_shape)} was given a gradient of shape {tuple(value.shape)}.",
@@ -61,15 +55,15 @@ def set_gradient(param: ZeroParameter, value: torch.Tensor | None) -> None:
         )
     if value is None:
         SET_GRAD(param, None)
-        if hasattr(owner, "gradient_is_reset"):
-            owner.gradient_is_reset(param)
-        if _owner_of_gradient(param) is not None:
-            owner.drop_gradient(param)
-    elif not hasattr(owner, "has_reduced_gradient") or not owner.takes_gradient(param):
+        if training is not None:
+            training.gradient_is_reset(param)
+            if training.has_reduced_gradient(param):
+                training.drop_gradient(param)
+    elif training is None or not training.takes_gradient(param):
         raise UnsupportedError(
             f"A gradient was assigned to a parameter of shape {tuple(param.ds_shape)} that is not being trained.",
             "Assign gradients in a training, to parameters that were given to its optimizer.",
         )
     else:
-        owner.gradient_is_reset(param)
-        owner.set_fp32_grad_for_param(value.detach() * owner.loss_scale, param)
+        training.gradient_is_reset(param)
+        training.set_gradient(param, value.detach() * training.loss_scale)

@@ -24,6 +24,7 @@ from lightning_smartinfinity.zero3.parameters.gathering import (
     is_in_forward,
     whole_data,
 )
+from lightning_smartinfinity.zero3.parameters.status import training_of
 from lightning_smartinfinity.zero3.parameters.unrounded import (
     is_fp32_in_memory,
     is_rounded,
@@ -183,18 +184,18 @@ def _unrounded(param: ZeroParameter, written: bool, puts_back: bool) -> Iterator
 
 @contextmanager
 def _whole_gradient(param: ZeroParameter, written: bool) -> Iterator[torch.Tensor]:
-    owner = param._z3_optimizer
-    gradient = owner.get_fp32_grad_for_param(param)
+    training = training_of(param)
+    gradient = training.full_gradient(param)
     if gradient is None:
         raise UnsupportedError(
             f"The gradient of a parameter of shape {tuple(param.ds_shape)} is gone: a step has used it, or zero_grad() "
             "was called.",
             "Read it between backward and step, and clone() what is needed later.",
         )
-    gradient = gradient.reshape(param.ds_shape).div_(owner.loss_scale)
+    gradient = gradient.reshape(param.ds_shape).div_(training.loss_scale)
     yield gradient
     if written:
-        owner.set_fp32_grad_for_param(gradient.mul_(owner.loss_scale), param)
+        training.set_gradient(param, gradient.mul_(training.loss_scale))
 
 
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[StandIn]:

@@ -5,20 +5,37 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["Classes", "Status", "engine_at_work", "forget_classes", "is_engine_at_work", "restore_classes", "version"]
+__all__ = [
+    "Classes",
+    "Status",
+    "engine_at_work",
+    "forget_classes",
+    "is_engine_at_work",
+    "restore_classes",
+    "training_of",
+    "version",
+]
 
 _AVAILABLE = ZeroParamStatus.AVAILABLE  # bound here for speed: looking up an enum's attribute is slow
 # Gathered parameters, by id.
 _WHOLE: dict[int, weakref.ref[ZeroParameter]] = {}
 # One entry for each engine that runs forward or backward; engines may be nested.
 _AT_WORK: list[bool] = []
+
+
+def training_of(param: ZeroParameter) -> Any:
+    """Return the ``StateByParameter`` of the training that a parameter belongs to; None if it belongs to none of ours.
+
+    The training may be over; :meth:`StateByParameter.has_master` is then false.
+    """
+    return getattr(param.__dict__.get("_z3_optimizer"), "by_parameter", None)
 
 
 class Classes(NamedTuple):

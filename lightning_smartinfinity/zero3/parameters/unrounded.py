@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smartinfinity.zero3.parameters.gathering import broadcast, whole_data
+from lightning_smartinfinity.zero3.parameters.status import training_of
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = [
@@ -59,12 +60,12 @@ def unrounded(param: ZeroParameter) -> torch.Tensor:
         param: The parameter, gathered.
     """
     now = whole_data(param)
-    owner = param.__dict__.get("_z3_optimizer")
+    training = training_of(param)
     values = param.__dict__.get(_WAITING)
     if values is not None:
         pass
-    elif hasattr(owner, "has_master") and owner.has_master(param):
-        values = owner.full_master(param)
+    elif training is not None and training.has_master(param):
+        values = training.full_master(param)
     elif _SLICE in param.__dict__:
         values = _gathered_slices(param)
     else:
@@ -100,8 +101,8 @@ def settle(param: ZeroParameter) -> None:
     values = param.__dict__.pop(_WAITING, None)
     if values is None:
         return
-    owner = param.__dict__.get("_z3_optimizer")
-    if hasattr(owner, "has_master") and owner.has_master(param):
+    training = training_of(param)
+    if training is not None and training.has_master(param):
         return
     numel = param.ds_tensor.ds_numel
     own = torch.zeros(numel, dtype=torch.float32, device=param.device)

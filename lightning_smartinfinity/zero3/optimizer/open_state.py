@@ -1,0 +1,139 @@
+"""Opens a rank's state when DeepSpeed's optimizer is built: partition, storage, gradients, activations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
+from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
+from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
+from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout, build_layout
+from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
+from lightning_smartinfinity.pipeline.rules import UpdateRule
+from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
+from lightning_smartinfinity.zero3.parameters.partition import Partition, describe_partition
+from lightning_smartinfinity.zero3.ranks.collectives import raising_together
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.setup.activations import open_activations
+from lightning_smartinfinity.zero3.setup.open_storage import (
+    gradient_store,
+    open_storage,
+    with_cache,
+    with_gradient_budget,
+)
+from lightning_smartinfinity.zero3.untyped import ZeroOptimizer
+
+__all__ = ["open_state"]
+
+_log = logging.getLogger(__name__)
+
+
+def open_state(
+    optimizer: ZeroOptimizer,
+    rank_state: RankState,
+    offload: OffloadSettings,
+    rule: UpdateRule,
+    *,
+    await_gradients: Callable[[Sequence[int]], None],
+) -> OffloadSettings:
+    """Open the state of an optimizer whose sub-groups DeepSpeed has created. Collective.
+
+    Args:
+        optimizer: DeepSpeed's optimizer.
+        rank_state: Receives the partition and all that is opened, also if the rest fails.
+        offload: Where optimizer state is stored and how it is transferred.
+        rule: The update rule of the user's optimizer.
+        await_gradients: Function that waits until the update in flight has used the gradients of some parameters,
+            given by their indices.
+
+    Returns:
+        The settings with the gradient budget that was chosen.
+    """
+    group, dtype = optimizer.dp_process_group, optimizer.gradient_accumulation_dtype
+    layout = build_layout(
+        describe_partition(optimizer),
+        tasklet_bytes=offload.tasklet_bytes,
+        num_arrays=len(rule.arrays),
+        num_devices=len(offload.storage),
+        places_per_tasklet=offload.transfer.places_per_tasklet,
+        state_format=offload.state_format,
+    )
+    layout = with_cache(layout, offload, group)
+    rank_state.partition = Partition(optimizer, layout)
+    rank_state.partition.zero_padding()
+    offload = with_gradient_budget(offload, layout, itemsize=dtype.itemsize, group=group)
+    handler = open_storage(
+        offload,
+        layout,
+        rule,
+        dtype=optimizer.dtype,
+        gradient_dtype=dtype,
+        groups=optimizer.optimizer.param_groups,
+        masters=rank_state.partition.outputs(by_cuda=offload.cards is None),
+        first_values=rule.first_values(optimizer.optimizer.defaults),
+        group=group,
+    )
+    rank_state.hold_handler(handler)
+    link = link_to(torch.device(get_accelerator().current_device_name()))
+    memory = None
+    with raising_together(group):
+        if offload.gradient_budget is not None:
+            memory = _windows(layout, offload, dtype, direct=handler.has_direct_io, await_gradients=await_gradients)
+        rank_state.activations = open_activations(offload, group)
+    rank_state.arena = GradientArena(layout, dtype=dtype, link=link, memory=memory)
+    rank_state.compressed = _compressed(layout, offload, rank_state.arena, link)
+    if offload.resumes:
+        rank_state.keeping.resumable = True
+        _read_parameters(rank_state)
+    return offload
+
+
+def _windows(
+    layout: PartitionLayout,
+    offload: OffloadSettings,
+    dtype: torch.dtype,
+    *,
+    direct: bool,
+    await_gradients: Callable[[Sequence[int]], None],
+) -> GradientWindows:
+    assert offload.gradient_budget is not None, "without a budget all gradients are in memory"
+    if offload.transfer.gradient_bytes == "auto":
+        nbytes = layout.numel * dtype.itemsize
+        _log.info(
+            "gradient_bytes='auto': %d of %d bytes of gradients are held in memory.", offload.gradient_budget, nbytes
+        )
+    return GradientWindows(
+        layout,
+        dtype,
+        budget_bytes=offload.gradient_budget,
+        store=gradient_store(offload, direct=direct),
+        await_use=lambda tasklet: await_gradients(layout.parameters_in([tasklet]).tolist()),
+    )
+
+
+def _compressed(
+    layout: PartitionLayout, offload: OffloadSettings, arena: GradientArena, link: CudaLink | None
+) -> CompressedGradients | None:
+    if offload.compression is None:
+        return None
+    device = torch.device(get_accelerator().current_device_name())
+    return CompressedGradients(
+        layout,
+        offload.compression,
+        gradients=arena.buffer,
+        num_threads=offload.feed_back_threads,
+        device=device if device.type == "cuda" else None,
+        link=link,
+    )
+
+
+def _read_parameters(rank_state: RankState) -> None:
+    """Set all parameters to their masters on storage. Collective."""
+    with raising_together(rank_state.partition.group):
+        rank_state.handler.state.scan(
+            lambda window: rank_state.partition.write(window.begin, torch.from_numpy(window.arrays[0]))
+        )
