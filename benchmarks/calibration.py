@@ -171,7 +171,7 @@ def on_cards(
     def make(layout: PartitionLayout) -> SmartSSDDevice:
         nbytes = 2 * layout.extents.tasklet_numel
         sent = codec.native().payload_bytes(nbytes // 2, DType.BFLOAT16) if codec else nbytes
-        ring = CardRing(num_buffers=buffers, gradient_bytes=sent, parameter_bytes=nbytes)
+        ring = CardRing(num_buffers=buffers, gradient_buffer_bytes=sent, parameter_bytes=nbytes)
         made.append(SmartSSDDevice(setup_of(devices, build().xclbin), kernel=kernel_of("AdamW"), ring=ring))
         return made[0]
 

@@ -141,7 +141,7 @@ def _gathered_numel(model: ModelFigures, training: Training) -> int:
 
 def least_gradient_budget(model: ModelFigures, training: Training) -> int:
     """Return the least budget of gradients that the update accepts."""
-    return layout_of(model.trained, training).least_gradient_budget(training.gradient_bytes)
+    return layout_of(model.trained, training).least_gradient_budget(training.gradient_itemsize)
 
 
 def least_parameter_budget(model: ModelFigures, training: Training, *, on_gpu: bool) -> int:
@@ -220,7 +220,7 @@ def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = Fa
     elif on_gpu and training.offload_param == "none":
         ring += training.num_buffers * training.item_bytes * min(extents.tasklet_numel, extents.numel)
     if spilled_gradient_bytes(model, training):
-        ring += training.num_buffers * whole_blocks(training.gradient_bytes * min(extents.tasklet_numel, extents.numel))
+        ring += training.num_buffers * whole_blocks(training.gradient_itemsize * min(extents.tasklet_numel, extents.numel))
     held = {"ring": ring, "gradient_arena": held_gradient_bytes(layout, training)}
     if training.cache_bytes:
         held["state in memory"] = min(training.cache_bytes, state_bytes(model, training))
@@ -236,17 +236,17 @@ def state_bytes(model: ModelFigures, training: Training) -> int:
 
 def held_gradient_bytes(layout: PartitionLayout, training: Training) -> int:
     """Return the bytes of gradients that the arena holds in memory: all, or their budget."""
-    whole = training.gradient_bytes * layout.numel
+    whole = training.gradient_itemsize * layout.numel
     if training.gradient_budget is None:
         return whole
-    return min(whole, max(training.gradient_budget, layout.least_gradient_budget(training.gradient_bytes)))
+    return min(whole, max(training.gradient_budget, layout.least_gradient_budget(training.gradient_itemsize)))
 
 
 def spilled_gradient_bytes(model: ModelFigures, training: Training) -> int:
     """Return the bytes of one process's gradients that every micro-batch writes to storage and reads back."""
     if training.gradient_budget is None:
         return 0
-    return max(0, training.gradient_bytes * layout_of(model.trained, training).numel - training.gradient_budget)
+    return max(0, training.gradient_itemsize * layout_of(model.trained, training).numel - training.gradient_budget)
 
 
 def _staging_bytes(extents: ExtentMap, training: Training, *, limit: int) -> int:
@@ -262,7 +262,7 @@ def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:
     if training.offload_param == "nvme":
         owners["parameters"] = training.processes * stored_bytes(model, training)
     if spilled_gradient_bytes(model, training):
-        owners["gradients"] = training.processes * training.gradient_bytes * layout.numel
+        owners["gradients"] = training.processes * training.gradient_itemsize * layout.numel
     owners["records"] = training.processes * records
     if training.keeps_residual:
         owners["residuals"] = training.processes * residual_bytes(layout.numel)

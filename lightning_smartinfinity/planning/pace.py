@@ -193,7 +193,7 @@ def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: boo
     count = training.accumulate * (1 if on_gpu else training.processes)
     recomputed = passes.recomputed_flops(checkpointing=training.checkpointing)
     # On a CPU, each gradient is read in one place and written to another. On GPUs, each process copies only its share.
-    copied = model.trained_numel * (training.item_bytes + training.gradient_bytes)
+    copied = model.trained_numel * (training.item_bytes + training.gradient_itemsize)
     spilled = training.accumulate * training.processes * spilled_gradient_bytes(model, training)
     sent = -(-model.trained_numel // training.world_size) * training.item_bytes
     return {
@@ -288,7 +288,7 @@ def _simulated(model: ModelFigures, training: Training, rates: Rates, bound: Cal
     numel = min(extents.numel, _SIMULATED_TASKLETS * extents.tasklet_numel)
     workload = Workload(
         numel=numel,
-        gradients=Dense(training.gradient_bytes),
+        gradients=Dense(training.gradient_itemsize),
         num_arrays=training.num_arrays,
         parameter_bytes=training.item_bytes,
         state_format=training.state_format,

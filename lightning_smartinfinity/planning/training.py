@@ -167,7 +167,7 @@ class Training:
         return 4 if self.precision.startswith("32") else 2
 
     @property
-    def gradient_bytes(self) -> int:
+    def gradient_itemsize(self) -> int:
         """Bytes per element of gradients: 4 if several micro-batches are added in fp32, else those of parameters."""
         return 4 if self.accumulate > 1 and self.accumulate_in == "fp32" else self.item_bytes
 
@@ -181,7 +181,7 @@ class Training:
         """Form of the compressed gradients; None without compression."""
         if isinstance(self.compression, str):
             return BlockScaledPayload()
-        return None if self.compression is None else TopKPayload(self.compression, self.gradient_bytes)
+        return None if self.compression is None else TopKPayload(self.compression, self.gradient_itemsize)
 
     @property
     def built_bytes(self) -> int:

@@ -39,7 +39,7 @@ class OffloadSettings(StrategySettings):
     resumes: bool = False
     records: bool = False
 
-    def gradient_bytes(self, numel: int) -> int:
+    def transferred_gradient_bytes(self, numel: int) -> int:
         """Return the largest size of a gradient of ``numel`` elements in its transfer to the update, in bytes."""
         if self.compression is None:
             return numel * self.gradient_itemsize

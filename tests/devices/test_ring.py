@@ -11,7 +11,7 @@ from lightning_smartinfinity import DeviceError
 from lightning_smartinfinity.devices.smartssd import CardRing, CardSetup, ring_within, share_of_memory
 from tests.helpers.card_runs import setup_of
 
-RING = CardRing(num_buffers=16, gradient_bytes=4096, parameter_bytes=4096)
+RING = CardRing(num_buffers=16, gradient_buffer_bytes=4096, parameter_bytes=4096)
 
 
 def shared(sharers: int, memory_bytes: int | None) -> CardSetup:

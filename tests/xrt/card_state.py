@@ -97,7 +97,7 @@ class CardCase:
         tasklet_numel: Elements of all tasklets but the last; 0 means that there is one tasklet.
         binding: One of :data:`BINDINGS`.
         card: Which card.
-        gradient_bytes: As in CardOptions; 0 means enough for fp32.
+        gradient_buffer_bytes: As in CardOptions; 0 means enough for fp32.
         parameter_bytes: Likewise.
         timeout_ms: As in CardOptions.
         dram_bytes: Likewise.
@@ -110,7 +110,7 @@ class CardCase:
     tasklet_numel: int = 0
     binding: str = "xrt"
     card: int = 0
-    gradient_bytes: int = 0
+    gradient_buffer_bytes: int = 0
     parameter_bytes: int = 0
     timeout_ms: int = 60_000
     dram_bytes: int | None = None
@@ -160,15 +160,15 @@ def card_state(
 
 def _options(folder: Path, card: Card, kernel: str, stored: StoredState, case: CardCase) -> CardOptions:
     largest = align(4 * stored.tasklet_numel)
-    gradient_bytes = case.gradient_bytes or largest
+    gradient_buffer_bytes = case.gradient_buffer_bytes or largest
     return CardOptions(
         card=card,
         kernel=kernel,
-        gradient_bytes=gradient_bytes,
+        gradient_buffer_bytes=gradient_buffer_bytes,
         parameter_bytes=case.parameter_bytes or largest,
         timeout_ms=case.timeout_ms,
         dram_bytes=case.dram_bytes,
-        gradient_file=case.gradient_file(folder, gradient_bytes),
+        gradient_file=case.gradient_file(folder, gradient_buffer_bytes),
     )
 
 

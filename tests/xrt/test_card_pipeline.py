@@ -438,14 +438,14 @@ def test_two_cards_do_not_wait_for_each_other(tmp_path: Path, emulated_cards: Em
     ("change", "message"),
     [
         ({"kernel": "adamax_update"}, "there is no kernel 'adamax_update'"),
-        ({"gradient_bytes": 0}, "must be at least 1"),
+        ({"gradient_buffer_bytes": 0}, "must be at least 1"),
         ({"timeout_ms": 0}, "timeout_ms must be"),
     ],
 )
 def test_options_that_make_no_sense(
     tmp_path: Path, emulated_cards: EmulatedCards, change: dict[str, Any], message: str
 ) -> None:
-    options = {"kernel": "adamw_update", "gradient_bytes": 4096, "parameter_bytes": 4096, "timeout_ms": 1000}
+    options = {"kernel": "adamw_update", "gradient_buffer_bytes": 4096, "parameter_bytes": 4096, "timeout_ms": 1000}
     card = BINDINGS["xrt"](emulated_cards, 0)
     with card_state(tmp_path, emulated_cards, STEPS["adamw"], 100) as state, pytest.raises(ValueError, match=message):
         Pipeline(
@@ -470,7 +470,7 @@ def test_pipelines_that_a_card_cannot_work(
     tmp_path: Path, emulated_cards: EmulatedCards, change: dict[str, Any], message: str
 ) -> None:
     card = BINDINGS["xrt"](emulated_cards, 0)
-    options = CardOptions(card=card, kernel="sgd_update", gradient_bytes=4096, parameter_bytes=4096, timeout_ms=1000)
+    options = CardOptions(card=card, kernel="sgd_update", gradient_buffer_bytes=4096, parameter_bytes=4096, timeout_ms=1000)
     with card_state(tmp_path, emulated_cards, STEPS["sgd"], 100) as state:
         given = {"identity": state.stored.identity, **change, "files": change.get("files", 1) * state.stored.files}
         with pytest.raises(ValueError, match=message):
@@ -497,7 +497,7 @@ def of_numel(numel: int) -> Tasklet:
 def test_batches_that_a_card_cannot_work(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     step, gradient = STEPS["adamw"], np.ones(3_000, np.float32)
     with card_state(
-        tmp_path, emulated_cards, step, 3_000, CardCase(gradient_bytes=8192, parameter_bytes=8192)
+        tmp_path, emulated_cards, step, 3_000, CardCase(gradient_buffer_bytes=8192, parameter_bytes=8192)
     ) as state:
         half = {"gradient": encode(gradient, DType.FLOAT16), "gradient_dtype": DType.FLOAT16}
 

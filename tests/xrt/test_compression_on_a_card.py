@@ -80,7 +80,7 @@ def payload_sizes(state: CardState) -> list[int]:
 def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, dtype: DType, name: str, route: str) -> None:
     """In two steps only payloads go to the card, into memory that is too small for the gradient."""
     codec = CODECS[name]
-    case = CardCase(tasklet_numel=TASKLET, gradient_bytes=codec.payload_bytes(TASKLET), through_file=route == "storage")
+    case = CardCase(tasklet_numel=TASKLET, gradient_buffer_bytes=codec.payload_bytes(TASKLET), through_file=route == "storage")
     gradient = encode(GRADIENT, dtype)
     with compressing(tmp_path, emulated_cards, codec, case) as state:
         for _ in range(2):
@@ -94,7 +94,7 @@ def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, dtype: DT
 def test_all_elements(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """A ratio of one works, although its payload is larger than the gradient."""
     codec = TopK(ratio=1.0)
-    case = CardCase(tasklet_numel=TASKLET, gradient_bytes=codec.payload_bytes(TASKLET))
+    case = CardCase(tasklet_numel=TASKLET, gradient_buffer_bytes=codec.payload_bytes(TASKLET))
     with compressing(tmp_path, emulated_cards, codec, case) as state:
         update_both(state)
 
@@ -115,9 +115,9 @@ def test_redone_by_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name:
 
 def test_what_does_not_fit(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     nbytes = BF16.payload_bytes(TASKLET) // 4096 * 4096
-    case = CardCase(tasklet_numel=TASKLET, gradient_bytes=nbytes)
+    case = CardCase(tasklet_numel=TASKLET, gradient_buffer_bytes=nbytes)
     with compressing(tmp_path, emulated_cards, BF16, case) as state:
         runs = runs_of(np.zeros(NUMEL, np.float32), GRADIENT, DType.FLOAT32)
-        with pytest.raises(ValueError, match="tasklet 0: its payload does not fit gradient_bytes"):
+        with pytest.raises(ValueError, match="tasklet 0: its payload does not fit gradient_buffer_bytes"):
             state.submit(runs, STEPS_OF_IT)
         assert state.stored.work(Operation.UPDATE, runs, STEPS_OF_IT) is None  # the host can update it

@@ -147,7 +147,7 @@ class SmartSSDDevice(StorageDevice):
                 card=native.CardOptions(
                     card=opened,
                     kernel=self._kernel.name,
-                    gradient_bytes=ring.gradient_bytes,
+                    gradient_buffer_bytes=ring.gradient_buffer_bytes,
                     parameter_bytes=ring.parameter_bytes,
                     timeout_ms=in_milliseconds(self._setup.settings.timeout),
                     dram_bytes=share_of_memory(self._setup),

@@ -21,12 +21,12 @@ class CardRing:
 
     Args:
         num_buffers: Number of buffers (``TransferConfig.num_buffers``); fewer if the card is shared.
-        gradient_bytes: Bytes of the largest tasklet's gradient.
+        gradient_buffer_bytes: Bytes of the largest tasklet's gradient.
         parameter_bytes: Bytes of the largest tasklet's parameters.
     """
 
     num_buffers: int
-    gradient_bytes: int
+    gradient_buffer_bytes: int
     parameter_bytes: int
 
     def parts(self, extent_bytes: int) -> tuple[int, int, int]:
@@ -35,7 +35,7 @@ class CardRing:
         Args:
             extent_bytes: Bytes of the largest extent. The page of its trailer holds the status of a run.
         """
-        return whole_blocks(extent_bytes), whole_blocks(self.gradient_bytes), whole_blocks(self.parameter_bytes)
+        return whole_blocks(extent_bytes), whole_blocks(self.gradient_buffer_bytes), whole_blocks(self.parameter_bytes)
 
     def nbytes(self, extent_bytes: int) -> int:
         """Return the bytes of all buffers; ``extent_bytes`` is as in :meth:`parts`."""
@@ -88,4 +88,4 @@ def gradient_file_bytes(setup: CardSetup, ring: CardRing) -> int:
     """
     if setup.settings.gradient_route != "storage":
         return 0
-    return ring.num_buffers * whole_blocks(ring.gradient_bytes)
+    return ring.num_buffers * whole_blocks(ring.gradient_buffer_bytes)

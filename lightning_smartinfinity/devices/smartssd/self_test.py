@@ -136,7 +136,7 @@ def check_kernel(setup: CardSetup, card: Card, kernel: Kernel, scratch: Scratch)
             options = native.CardOptions(
                 card=opened,
                 kernel=kernel.name,
-                gradient_bytes=_NUMEL * _MOST_ITEM_BYTES,
+                gradient_buffer_bytes=_NUMEL * _MOST_ITEM_BYTES,
                 parameter_bytes=_NUMEL * _MOST_ITEM_BYTES,
                 timeout_ms=in_milliseconds(setup.settings.timeout),
             )

@@ -304,7 +304,7 @@ def _device(settings: OffloadSettings, layout: PartitionLayout, rule: UpdateRule
 def _ring(settings: OffloadSettings, extents: ExtentMap) -> CardRing:
     return CardRing(
         num_buffers=settings.transfer.num_buffers,
-        gradient_bytes=settings.gradient_bytes(extents.tasklet_numel),
+        gradient_buffer_bytes=settings.transferred_gradient_bytes(extents.tasklet_numel),
         parameter_bytes=extents.tasklet_numel * settings.parameter_itemsize,
     )
 

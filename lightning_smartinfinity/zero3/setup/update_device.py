@@ -191,7 +191,7 @@ def _require_memory(offload: OffloadSettings, setup: CardSetup, kernel: Kernel) 
     numel = offload.tasklet_bytes // (kernel.num_arrays * 4)
     ring = CardRing(
         num_buffers=offload.transfer.num_buffers,
-        gradient_bytes=offload.gradient_bytes(numel),
+        gradient_buffer_bytes=offload.transferred_gradient_bytes(numel),
         parameter_bytes=offload.parameter_itemsize * numel,
     )
     for card in setup.cards:

@@ -15,7 +15,7 @@ namespace smart_infinity {
 struct CardOptions {
     std::shared_ptr<CardBinding> binding;
     std::string kernel;
-    std::size_t gradient_bytes;  // on the card, for each buffer of the ring
+    std::size_t gradient_buffer_bytes;  // on the card, for each buffer of the ring
     std::size_t parameter_bytes;
     std::chrono::milliseconds timeout;                      // longest time of a run, a transfer or another call
     std::optional<std::size_t> dram_bytes = std::nullopt;   // largest size of the ring; none: unlimited

@@ -38,7 +38,7 @@ CardBufferSet::CardBufferSet(const CardOptions& options, const CardKernelType& t
                              std::size_t regions_bytes)
     : kernel_(std::move(kernel)),
       regions_(options.binding->allocate(regions_bytes, Memory::kPeerToPeer, group_of_arrays(type, *kernel_))),
-      gradient_(options.binding->allocate(options.gradient_bytes,
+      gradient_(options.binding->allocate(options.gradient_buffer_bytes,
                                           options.gradient_file ? Memory::kPeerToPeer : Memory::kNormal,
                                           kernel_->group(type.gradient()))),
       parameter_(options.binding->allocate(options.parameter_bytes, Memory::kNormal, kernel_->group(type.parameter()))),
@@ -60,16 +60,16 @@ const std::vector<std::shared_ptr<CardBuffer>>& CardBufferSet::arrays(const Regi
 std::shared_ptr<CardRun> CardBufferSet::take_run() { return run_ ? std::exchange(run_, nullptr) : kernel_->run(); }
 
 CardRing::CardRing(const CardOptions& options, std::size_t num_buffers, std::size_t buffer_bytes)
-    : gradient_bytes_(options.gradient_bytes), trailer_pages_(num_buffers * kTrailerPageBytes) {
+    : gradient_buffer_bytes_(options.gradient_buffer_bytes), trailer_pages_(num_buffers * kTrailerPageBytes) {
     const std::size_t regions_bytes = buffer_bytes - kTrailerPageBytes;
     const std::size_t bytes =
-        num_buffers * (regions_bytes + options.gradient_bytes + options.parameter_bytes + kStatusBytes);
+        num_buffers * (regions_bytes + options.gradient_buffer_bytes + options.parameter_bytes + kStatusBytes);
     const std::string ring = ring_of(num_buffers, bytes);
     if (options.dram_bytes && bytes > *options.dram_bytes) {
         throw CardError("the card's DRAM is too small: " + ring + ", " + std::to_string(*options.dram_bytes) +
                         " are allowed");
     }
-    if (options.gradient_file) staging_ = std::make_unique<HostBuffer>(num_buffers * gradient_bytes_);
+    if (options.gradient_file) staging_ = std::make_unique<HostBuffer>(num_buffers * gradient_buffer_bytes_);
     const std::shared_ptr<CardKernel> kernel = options.binding->kernel(options.kernel);
     try {
         while (sets_.size() < num_buffers) sets_.emplace_back(options, kernel, regions_bytes);

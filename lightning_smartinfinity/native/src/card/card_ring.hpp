@@ -67,13 +67,13 @@ class CardRing {
     std::byte* trailer_page(std::size_t buffer) const { return trailer_pages_.data() + buffer * kBlockBytes; }
     // Null if gradients do not go through a file.
     std::byte* staging(std::size_t buffer) const {
-        return staging_ ? staging_->data() + buffer * gradient_bytes_ : nullptr;
+        return staging_ ? staging_->data() + buffer * gradient_buffer_bytes_ : nullptr;
     }
-    std::uint64_t gradient_offset(std::size_t buffer) const { return buffer * gradient_bytes_; }
+    std::uint64_t gradient_offset(std::size_t buffer) const { return buffer * gradient_buffer_bytes_; }
     std::size_t host_bytes() const { return trailer_pages_.bytes() + (staging_ ? staging_->bytes() : 0); }
 
  private:
-    std::size_t gradient_bytes_;
+    std::size_t gradient_buffer_bytes_;
     HostBuffer trailer_pages_;
     std::unique_ptr<HostBuffer> staging_;
     std::vector<CardBufferSet> sets_;

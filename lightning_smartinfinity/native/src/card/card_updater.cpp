@@ -24,11 +24,11 @@ void require(bool condition, const std::string& problem) {
 CardOptions checked(CardOptions options) {
     require(options.binding != nullptr, "CardOptions: a card is needed");
     (void)card_kernel_type(options.kernel);
-    require(options.gradient_bytes >= 1 && options.parameter_bytes >= 1,
-            "CardOptions: gradient_bytes and parameter_bytes must be at least 1");
+    require(options.gradient_buffer_bytes >= 1 && options.parameter_bytes >= 1,
+            "CardOptions: gradient_buffer_bytes and parameter_bytes must be at least 1");
     require(options.timeout.count() >= 1 && options.timeout.count() <= std::numeric_limits<int>::max(),
             "CardOptions: timeout_ms must be in [1, 2**31)");
-    options.gradient_bytes = align_up(options.gradient_bytes, kBlockBytes);
+    options.gradient_buffer_bytes = align_up(options.gradient_buffer_bytes, kBlockBytes);
     options.parameter_bytes = align_up(options.parameter_bytes, kBlockBytes);
     return options;
 }
@@ -138,7 +138,7 @@ class CardUpdater final : public Updater {
         if (tasklet.payload == 0) return;
         const std::size_t most =
             batch.codec ? batch.codec->payload_bytes(tasklet.numel, gradient_dtype_of(tasklet)) : tasklet.payload_bytes;
-        require_of(tasklet, most <= options_.gradient_bytes, "its payload does not fit gradient_bytes");
+        require_of(tasklet, most <= options_.gradient_buffer_bytes, "its payload does not fit gradient_buffer_bytes");
     }
 
     void require_workable(const Tasklet& tasklet, const CardKernelType& type) const {
@@ -150,8 +150,8 @@ class CardUpdater final : public Updater {
         for (const CardPass& pass : card_passes(tasklet)) {
             require_of(
                 tasklet,
-                tasklet.payload != 0 || tasklet.numel * item_bytes(pass.gradient_dtype) <= options_.gradient_bytes,
-                "its gradient does not fit gradient_bytes");
+                tasklet.payload != 0 || tasklet.numel * item_bytes(pass.gradient_dtype) <= options_.gradient_buffer_bytes,
+                "its gradient does not fit gradient_buffer_bytes");
             require_of(tasklet, tasklet.numel * item_bytes(pass.parameter_dtype) <= options_.parameter_bytes,
                        "its parameters do not fit parameter_bytes");
         }

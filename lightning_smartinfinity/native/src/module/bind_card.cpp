@@ -118,27 +118,27 @@ void bind_card_options(nb::module_& m) {
         "Args:\n"
         "    card: The card.\n"
         "    kernel: Name of the update rule's kernel.\n"
-        "    gradient_bytes: Card memory for gradients for each buffer of the ring: the largest gradient or payload.\n"
+        "    gradient_buffer_bytes: Card memory for gradients for each buffer of the ring: the largest gradient or payload.\n"
         "    parameter_bytes: Card memory for parameters for each buffer: at least two bytes for each element.\n"
         "    timeout_ms: Longest time of a kernel's run, a transfer of state or gradients, or a sync.\n"
         "    dram_bytes: Largest number of bytes of card memory for the ring; None: all of it.\n"
-        "    gradient_file: File on the card's own storage through which gradients go, with gradient_bytes\n"
+        "    gradient_file: File on the card's own storage through which gradients go, with gradient_buffer_bytes\n"
         "        (a multiple of 4096) for each buffer; None: gradients come from host memory.\n\n"
         "Raises:\n    ValueError: The card is closed.")
         .def(
             "__init__",
-            [](CardOptions* self, const Card& card, std::string kernel, std::size_t gradient_bytes,
+            [](CardOptions* self, const Card& card, std::string kernel, std::size_t gradient_buffer_bytes,
                std::size_t parameter_bytes, std::int64_t timeout_ms, std::optional<std::size_t> dram_bytes,
                std::optional<StateFile> gradient_file) {
                 new (self) CardOptions{card.binding(),
                                        std::move(kernel),
-                                       gradient_bytes,
+                                       gradient_buffer_bytes,
                                        parameter_bytes,
                                        std::chrono::milliseconds(timeout_ms),
                                        dram_bytes,
                                        std::move(gradient_file)};
             },
-            nb::kw_only(), "card"_a, "kernel"_a, "gradient_bytes"_a, "parameter_bytes"_a, "timeout_ms"_a,
+            nb::kw_only(), "card"_a, "kernel"_a, "gradient_buffer_bytes"_a, "parameter_bytes"_a, "timeout_ms"_a,
             "dram_bytes"_a = nb::none(), "gradient_file"_a = nb::none());
 }
 
