@@ -220,7 +220,9 @@ def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = Fa
     elif on_gpu and training.offload_param == "none":
         ring += training.num_buffers * training.item_bytes * min(extents.tasklet_numel, extents.numel)
     if spilled_gradient_bytes(model, training):
-        ring += training.num_buffers * whole_blocks(training.gradient_itemsize * min(extents.tasklet_numel, extents.numel))
+        ring += training.num_buffers * whole_blocks(
+            training.gradient_itemsize * min(extents.tasklet_numel, extents.numel)
+        )
     held = {"ring": ring, "gradient_arena": held_gradient_bytes(layout, training)}
     if training.cache_bytes:
         held["state in memory"] = min(training.cache_bytes, state_bytes(model, training))

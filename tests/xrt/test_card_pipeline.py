@@ -470,7 +470,9 @@ def test_pipelines_that_a_card_cannot_work(
     tmp_path: Path, emulated_cards: EmulatedCards, change: dict[str, Any], message: str
 ) -> None:
     card = BINDINGS["xrt"](emulated_cards, 0)
-    options = CardOptions(card=card, kernel="sgd_update", gradient_buffer_bytes=4096, parameter_bytes=4096, timeout_ms=1000)
+    options = CardOptions(
+        card=card, kernel="sgd_update", gradient_buffer_bytes=4096, parameter_bytes=4096, timeout_ms=1000
+    )
     with card_state(tmp_path, emulated_cards, STEPS["sgd"], 100) as state:
         given = {"identity": state.stored.identity, **change, "files": change.get("files", 1) * state.stored.files}
         with pytest.raises(ValueError, match=message):

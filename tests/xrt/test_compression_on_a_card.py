@@ -80,7 +80,9 @@ def payload_sizes(state: CardState) -> list[int]:
 def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, dtype: DType, name: str, route: str) -> None:
     """In two steps only payloads go to the card, into memory that is too small for the gradient."""
     codec = CODECS[name]
-    case = CardCase(tasklet_numel=TASKLET, gradient_buffer_bytes=codec.payload_bytes(TASKLET), through_file=route == "storage")
+    case = CardCase(
+        tasklet_numel=TASKLET, gradient_buffer_bytes=codec.payload_bytes(TASKLET), through_file=route == "storage"
+    )
     gradient = encode(GRADIENT, dtype)
     with compressing(tmp_path, emulated_cards, codec, case) as state:
         for _ in range(2):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.parameters.gathering import end_gathers
 
 
 class Handle:

@@ -22,8 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from lightning_smartinfinity.zero3.parameters.gather_on_use import _OWN_REFERENCES, _is_unused
-from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes, sendable
-from lightning_smartinfinity.zero3.parameters.torch_functions import _LEFT
+from lightning_smartinfinity.zero3.parameters.torch_functions import _LEFT, ScalarsAsBytes, sendable
 from tests.helpers.runif import RunIf
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from transformers import GenerationMixin
 from transformers.integrations import is_fsdp_managed_module
 
-from lightning_smartinfinity.zero3.parameters import generation
+from lightning_smartinfinity.zero3.parameters import module_copies
 from lightning_smartinfinity.zero3.ranks.locations import _params_in
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
@@ -124,7 +124,7 @@ def test_generate_asks_a_mark_of_the_model() -> None:
     assert "is_fsdp_managed_module(self)" in inspect.getsource(sys.modules[GenerationMixin.__module__])
     module: Any = torch.nn.Linear(1, 1)
     assert not is_fsdp_managed_module(module)
-    setattr(module, generation._MARK, True)
+    setattr(module, module_copies._MARK, True)
     assert is_fsdp_managed_module(module)
 
 

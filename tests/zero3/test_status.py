@@ -12,7 +12,7 @@ import torch
 
 from lightning_smartinfinity import SmartInfinityFabricStrategy
 from lightning_smartinfinity.zero3.parameters import callers, partitioned_parameter
-from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.parameters.gathering import end_gathers
 from lightning_smartinfinity.zero3.parameters.status import forget_classes
 
 

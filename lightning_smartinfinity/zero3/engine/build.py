@@ -24,7 +24,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.engine.portable import EvaluationEngine, PortableEngine
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from lightning_smartinfinity.zero3.optimizer.release import has_engine, release_module, trainings_of
-from lightning_smartinfinity.zero3.parameters.generation import sync_generation
+from lightning_smartinfinity.zero3.parameters.module_copies import sync_generation
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, swapping_with
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup.environment import having_local_rank

@@ -17,13 +17,12 @@ from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.optimizer.taken_optimizer import refuse_foreign_steps
-from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.deepspeed_patches import (
     read_trace_lazily,
     retrace_for_external_parameters,
 )
 from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_dtypes
-from lightning_smartinfinity.zero3.parameters.gathering import engine_has_turn, in_forward
+from lightning_smartinfinity.zero3.parameters.gathering import end_gathers, engine_has_turn, in_forward
 from lightning_smartinfinity.zero3.parameters.live_parameters import keep_within_budget
 from lightning_smartinfinity.zero3.parameters.module_copies import copy_without_hooks
 from lightning_smartinfinity.zero3.parameters.module_guard import (
@@ -38,9 +37,9 @@ from lightning_smartinfinity.zero3.parameters.partitioning import (
     partitioning,
     whole_bytes,
 )
-from lightning_smartinfinity.zero3.parameters.scalars import ScalarsAsBytes
 from lightning_smartinfinity.zero3.parameters.status import engine_at_work
 from lightning_smartinfinity.zero3.parameters.torch_functions import (
+    ScalarsAsBytes,
     autocast_of_caller,
     linear_of_partitions,
     putting_torch_back,

@@ -10,7 +10,7 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
-from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.parameters.gathering import end_gathers
 from lightning_smartinfinity.zero3.parameters.module_copies import is_of_deepspeed
 from lightning_smartinfinity.zero3.parameters.norm_statistics import keeps_statistics
 from lightning_smartinfinity.zero3.untyped import ZeroParameter

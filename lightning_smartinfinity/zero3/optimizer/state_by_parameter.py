@@ -10,11 +10,10 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice
-from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
+from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath, UsedGradients
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFlight
-from lightning_smartinfinity.zero3.optimizer.used_gradients import UsedGradients
 from lightning_smartinfinity.zero3.parameters.gather_methods import bring_in_writes
 from lightning_smartinfinity.zero3.parameters.gathering import is_in_context
 from lightning_smartinfinity.zero3.ranks.collectives import raising_together

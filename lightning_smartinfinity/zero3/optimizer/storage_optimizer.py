@@ -29,7 +29,7 @@ from lightning_smartinfinity.common.freed_memory import return_freed_memory
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
-from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath, RetainedGraphs
+from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath, RetainedGraphs, UsedGradients
 from lightning_smartinfinity.zero3.optimizer.open_state import open_state
 from lightning_smartinfinity.zero3.optimizer.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.optimizer.overlap_choice import OverlapChoice
@@ -40,9 +40,8 @@ from lightning_smartinfinity.zero3.optimizer.state_by_parameter import StateByPa
 from lightning_smartinfinity.zero3.optimizer.storage_step import StorageStep, clip_factor
 from lightning_smartinfinity.zero3.optimizer.taken_optimizer import has_step_hooks, with_step_hooks
 from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFlight
-from lightning_smartinfinity.zero3.optimizer.used_gradients import UsedGradients
-from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.gather_methods import bring_in_writes
+from lightning_smartinfinity.zero3.parameters.gathering import end_gathers
 from lightning_smartinfinity.zero3.parameters.partition import Partition
 from lightning_smartinfinity.zero3.ranks.collectives import (
     raise_together,

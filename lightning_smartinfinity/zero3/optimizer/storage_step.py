@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.pipeline.parameters.cuda import link_to
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
+from lightning_smartinfinity.zero3.optimizer.gradient_path import UsedGradients
 from lightning_smartinfinity.zero3.optimizer.parameter_groups import find_changed
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation, gradients_given_up
 from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFlight
-from lightning_smartinfinity.zero3.optimizer.used_gradients import UsedGradients
 from lightning_smartinfinity.zero3.ranks.collectives import sums_over_ranks
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup.validation import find_ignored

@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.parameters.status import restore_classes
 from lightning_smartinfinity.zero3.ranks.collectives import agree_to_gather
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
@@ -21,6 +22,7 @@ __all__ = [
     "NO_GRAPH_TASK",
     "broadcast",
     "describe",
+    "end_gathers",
     "engine_has_turn",
     "gathered",
     "in_forward",
@@ -29,6 +31,7 @@ __all__ = [
     "refuse_beside_engine",
     "whole_data",
 ]
+
 
 # torch's graph task id outside of backward.
 NO_GRAPH_TASK = -1
@@ -184,3 +187,24 @@ def broadcast(param: ZeroParameter, values: torch.Tensor | None = None) -> None:
         values = whole_data(param) if values is None else values
         root = dist.get_global_rank(param.ds_process_group, 0)
         dist.broadcast(values.view(-1).view(torch.uint8), root, group=param.ds_process_group)
+
+
+def end_gathers(module: torch.nn.Module) -> None:
+    """Wait for the gathers in flight, and reset parameters whose gather cannot be waited for.
+
+    DeepSpeed marks parameters as in flight before it records their wait handles, and removes a handle before it waits.
+    Ctrl-C in between leaves some marked parameters without a handle. As several parameters share a gather, it leaves
+    others whose wait fails.
+    """
+    params = [param for param in cast(Iterator[ZeroParameter], module.parameters()) if "_classes" in param.__dict__]
+    restore_classes(params)  # Ctrl-C may have interrupted restore_classes itself
+    awaited = getattr(module, "ds_inflight_param_registry", {})
+    handles = list(awaited.values())
+    awaited.clear()
+    for handle in handles:
+        with suppress(AssertionError):  # some of its parameters are already gathered
+            handle.wait()
+    for param in cast(Iterator[ZeroParameter], module.parameters()):
+        if getattr(param, "ds_status", None) is ZeroParamStatus.INFLIGHT:
+            param.data = param.data.new_empty(0)
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE

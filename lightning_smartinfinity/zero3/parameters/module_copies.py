@@ -14,10 +14,14 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.parameters.generation import sync_generation
 from lightning_smartinfinity.zero3.parameters.module_guard import refuse_tracing
 
-__all__ = ["copy_without_hooks", "is_of_deepspeed"]
+__all__ = [
+    "copy_without_hooks",
+    "is_of_deepspeed",
+    "sync_generation",
+]
+
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _METHODS = ("__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
@@ -88,3 +92,23 @@ def _deepcopy(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     copied.__setstate__(copy.deepcopy(kept, memo))  # type: ignore[no-untyped-call]
     sync_generation(copied)
     return copied
+
+
+_GENERATION = "transformers.generation.utils"
+_MARK = "_is_fsdp_managed_module"
+
+
+def sync_generation(module: torch.nn.Module) -> None:
+    """Make ``generate`` of a module that ZeRO-3 has partitioned run on each rank until all ranks are done.
+
+    Each step gathers parameters, so all ranks must take it. transformers calls this ``synced_gpus``. It does so by
+    itself if it knows of ZeRO-3, and for models marked as managed by FSDP. A caller's ``synced_gpus`` still wins.
+
+    Args:
+        module: A module. One that generates no text, or that is not partitioned, is not marked.
+    """
+    generation = sys.modules.get(_GENERATION)
+    if generation is not None and isinstance(module, generation.GenerationMixin):
+        vars(module).pop(_MARK, None)
+        if any(hasattr(param, "ds_id") for param in module.parameters()):
+            vars(module)[_MARK] = True

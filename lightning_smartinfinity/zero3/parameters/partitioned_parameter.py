@@ -38,8 +38,8 @@ from lightning_smartinfinity.zero3.parameters.partitioned_tensor import (
     keep_values,
     refuse_use_of_memory,
 )
-from lightning_smartinfinity.zero3.parameters.scalars import sendable
 from lightning_smartinfinity.zero3.parameters.status import Classes, Status, is_engine_at_work
+from lightning_smartinfinity.zero3.parameters.torch_functions import sendable
 from lightning_smartinfinity.zero3.parameters.unrounded import (
     is_fp32_in_memory,
     note_fp32_in_memory,

@@ -1,4 +1,6 @@
-"""Restores torch functions that DeepSpeed replaces, so that other models of the process can be traced and exported.
+"""Adapts torch functions to partitioned parameters, and restores those that DeepSpeed replaces.
+
+Other models of the process can so be traced and exported.
 
 ``zero.Init`` permanently replaces ``torch.nn.functional.linear`` by a function that keeps a layer's weight partitioned
 between forward and backward. Here only an engine's own forward and backward use that function.
@@ -6,18 +8,27 @@ between forward and backward. Here only an engine's own forward and backward use
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from deepspeed.runtime import engine
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3, zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.common.patches import replaced
 
-__all__ = ["autocast_of_caller", "linear_of_partitions", "putting_torch_back"]
+__all__ = [
+    "ScalarsAsBytes",
+    "autocast_of_caller",
+    "linear_of_partitions",
+    "putting_torch_back",
+    "sendable",
+]
+
 
 _LINEAR = torch.nn.functional.linear
 
@@ -85,3 +96,45 @@ def putting_torch_back() -> Iterator[None]:
             for module_class in partition_parameters.get_all_subclasses(torch.nn.Module):
                 if "_old_init" in vars(module_class):
                     del module_class._old_init
+
+
+class ScalarsAsBytes(TorchFunctionMode):
+    """Makes ``view(torch.uint8)`` also return the bytes of a tensor without a dimension, within this context.
+
+    DeepSpeed sends a parameter between ranks as such a view, which torch refuses for a parameter without a dimension,
+    such as CLIP's ``logit_scale``. The rest of ZeRO-3 handles it as one element of shape ``[]``.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if func is torch.Tensor.view and args[1:] == (torch.uint8,) and args[0].dim() == 0:  # type: ignore[attr-defined]
+            args = (args[0].view(1), torch.uint8)  # type: ignore[attr-defined]
+        return func(*args, **(kwargs or {}))
+
+
+class _Sendable(torch.Tensor):
+    """A tensor without a dimension whose ``view(torch.uint8)`` returns its bytes."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def view(self, *shape: Any) -> torch.Tensor:
+        if shape == (torch.uint8,):
+            return super().view(1).view(torch.uint8)
+        return super().view(*shape)
+
+
+def sendable(data: torch.Tensor, frame: Any) -> torch.Tensor:
+    """Return the memory of a parameter; if DeepSpeed is the caller, in a form that it can send.
+
+    Args:
+        data: The memory.
+        frame: The caller's frame.
+    """
+    if data.dim() == 0 and str(frame.f_globals.get("__name__")).startswith("deepspeed."):
+        return data.as_subclass(_Sendable)
+    return data
