@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from lightning_smartinfinity.cli.option_types import add_quiet, show_of, storage_folder
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.settings import HOST_TASKLET_BYTES, TransferConfig
 
-__all__ = ["add_to"]
+__all__ = ["DESCRIPTION", "add_options", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Write the optimizer state that a run with TransferConfig(keep=True) left, of every rank, anew in another state format
 and other folders. The old state stays. Ctrl-C removes partial output. After a kill, the next run overwrites it.
 """
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
-    parser = commands.add_parser("convert", help="kept state into another state format", description=_DESCRIPTION)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     parser.add_argument("folders", nargs="+", type=storage_folder, help="its storage folders, in the order of the run")
     parser.add_argument(
         "--into", nargs="+", type=storage_folder, required=True, help="storage folders for the new state"
@@ -34,10 +32,10 @@ def add_to(commands: Any) -> None:
         help="TransferConfig(tasklet_bytes=...) of the new state, such as 64MiB (default: %(default)s)",
     )
     add_quiet(parser)
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run the command, and return the exit status."""
     from lightning_smartinfinity.pipeline.state.convert import convert_store  # imports torch, which is slow
 
     ranks = convert_store(

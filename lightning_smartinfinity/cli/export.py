@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from lightning_smartinfinity.cli.option_types import add_weights_only
 
-__all__ = ["add_to"]
+__all__ = ["DESCRIPTION", "add_options", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Write the weights of a checkpoint for use without this package: a folder that from_pretrained of transformers loads, or
 one file that load_from_checkpoint of Lightning takes. Takes checkpoints of this strategy, of stock DeepSpeed with
 ZeRO-3, and universal ones. Memory stays bounded whatever the size. OUT must not exist, or be an empty folder; it is
@@ -18,9 +17,8 @@ complete or absent: an error or Ctrl-C leaves nothing. The checkpoint stays.
 """
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
-    parser = commands.add_parser("export", help="weights for transformers or plain Lightning", description=_DESCRIPTION)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     parser.add_argument("checkpoint", type=Path, help="the folder that was saved")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder (safetensors) or file (lightning) to write")
     parser.add_argument(
@@ -44,10 +42,10 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--max-shard-size", metavar="SIZE", help="split larger weights, such as 5GB")
     add_weights_only(parser)
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run the command, and return the exit status."""
     from lightning_smartinfinity.zero3 import prepare_environment  # imports DeepSpeed, which is slow
 
     prepare_environment("cpu", local_world_size=1)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_smartinfinity.cli.option_types import add_quiet, show_of, storage_folder
 from lightning_smartinfinity.cli.scrub import Found, scrub_jobs
@@ -18,9 +18,9 @@ from lightning_smartinfinity.errors import SmartInfinityError, StorageError, Sto
 if TYPE_CHECKING:
     from lightning_smartinfinity.storage.jobs.jobs import Job
 
-__all__ = ["add_to"]
+__all__ = ["DESCRIPTION", "add_options", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 List the jobs whose optimizer state or parameters lie in storage folders: who uses them, how large they are, when they
 were last written, the newest generation that all ranks have, and whether a training can resume from them. Exit status 1
 if --verify finds damage or cannot read all of a dead job's state, if a job cannot be removed, or if the disk of one of
@@ -31,9 +31,8 @@ _TABLE = "{job:40}  {owner:16}  {size:>11}  {written:>12}  {generation:>10}  {re
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
-    parser = commands.add_parser("jobs", help="what lies on the drives, and whose it is", description=_DESCRIPTION)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     parser.add_argument(
         "folders",
         nargs="*",
@@ -49,10 +48,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--kept", action="store_true", help="with --remove: also state that is to be kept")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_quiet(parser)
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run the command, and return the exit status."""
     from lightning_smartinfinity.storage.jobs.jobs import find_jobs
 
     folders = list(dict.fromkeys(options.folders)) or [_default_folder()]

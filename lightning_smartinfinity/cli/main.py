@@ -7,12 +7,25 @@ import errno
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 
-from lightning_smartinfinity.cli import card_report, convert, export, jobs, plan, scrub, selftest, simulate, universal
 from lightning_smartinfinity.cli.output import OutputError, checked_output
 from lightning_smartinfinity.errors import SmartInfinityError
 
 __all__ = ["main"]
+
+# The module of each command, with DESCRIPTION, add_options and run; and what the command is for.
+_COMMANDS = {
+    "plan": ("plan", "whether a model will fit, and with which settings"),
+    "convert": ("convert", "kept state into another state format"),
+    "universal": ("universal", "a checkpoint with every parameter in files of its own"),
+    "export": ("export", "weights for transformers or plain Lightning"),
+    "jobs": ("jobs", "what lies on the drives, and whose it is"),
+    "scrub": ("scrub", "whether state or a checkpoint is whole"),
+    "selftest": ("smartssd.selftest", "whether SmartSSDs can update"),
+    "card-report": ("smartssd.report", "try a new SmartSSD, and pack a report"),
+    "simulate": ("simulation.command", "what a training step takes elsewhere"),
+}
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # the values by which a shell reports SIGINT and SIGPIPE
 
@@ -28,19 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cannot be written; 2 if a scrub could not check everything; 3 if a planned training does not fit; 130 after
         Ctrl-C; 141 if the reader has closed the output. argparse itself exits with 2.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="smart-infinity", description="Planning, optimizer state and checkpoints of lightning-smartinfinity."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    plan.add_to(commands)
-    convert.add_to(commands)
-    universal.add_to(commands)
-    export.add_to(commands)
-    jobs.add_to(commands)
-    scrub.add_to(commands)
-    selftest.add_to(commands)
-    card_report.add_to(commands)
-    simulate.add_to(commands)
+    for name, (module, words) in _COMMANDS.items():
+        command = commands.add_parser(name, help=words)
+        if name in arguments:  # no other command is imported
+            named = import_module(f"lightning_smartinfinity.cli.{module}")
+            command.description = named.DESCRIPTION
+            named.add_options(command)
+            command.set_defaults(run=named.run)
     try:
         with checked_output():
             return _run(parser, arguments)
@@ -48,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _tell_unwritten(error)
 
 
-def _run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
+def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

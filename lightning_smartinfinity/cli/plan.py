@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.planning.pace import Rates
     from lightning_smartinfinity.planning.training import Training
 
-__all__ = ["add_to"]
+__all__ = ["DESCRIPTION", "add_options", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Tell whether a training fits into GPU memory, host memory and disk, what breaks first, how long a step takes and how
 long the drive lives; then the fastest settings that fit, ready to paste, and what would need no storage. Nothing of the
 model is allocated unless --measure is given. Exit status 0: it fits, with the settings that are printed; 3: nothing
@@ -33,16 +33,8 @@ that was tried fits.
 _DOES_NOT_FIT = 3
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
-    parser = commands.add_parser(
-        "plan", help="whether a model will fit, and with which settings", description=_DESCRIPTION
-    )
-    add_options(parser)
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run the command, and return the exit status."""
     from lightning_smartinfinity.cli.plan_report import as_json, print_report, print_table
 
     found = [_announced_findings(spec, options) for spec in options.models]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_smartinfinity.cli.option_types import add_quiet, add_weights_only, show_of, storage_folder
 from lightning_smartinfinity.common.progress import Show
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.storage.jobs.jobs import Job
     from lightning_smartinfinity.storage.state.scrub import ScrubbedRank
 
-__all__ = ["Found", "add_to", "scrub_jobs"]
+__all__ = ["Found", "DESCRIPTION", "add_options", "run", "scrub_jobs"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Read every byte that has a checksum, and name what is damaged: the newest state of all jobs in storage folders, or a
 checkpoint, universal or not. Nothing is changed, except that a save which was interrupted while it replaced another is
 put back. Exit status 0 if all is whole, 1 if something is damaged, 2 if it could not be told.
@@ -37,9 +37,8 @@ class Found:
     unknown: list[str] = field(default_factory=list)
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
-    parser = commands.add_parser("scrub", help="whether state or a checkpoint is whole", description=_DESCRIPTION)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     parser.add_argument(
         "paths",
         nargs="+",
@@ -51,10 +50,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_weights_only(parser)
     add_quiet(parser)
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run the command, and return the exit status."""
     say = _nothing if options.json else print
     try:
         found = _scrub(options, show_of(options), say)

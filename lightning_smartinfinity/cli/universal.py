@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from lightning_smartinfinity.cli.option_types import add_quiet, add_weights_only, show_of
 from lightning_smartinfinity.common.update_rules import optimizer_names
 
-__all__ = ["add_to"]
+__all__ = ["DESCRIPTION", "add_options", "run"]
 
-_DESCRIPTION = f"""\
+DESCRIPTION = f"""\
 Write a universal checkpoint: every parameter as a whole, with what the optimizer keeps of it, in files of its own, for
 stock DeepSpeed (load_universal) and other tools. fit(ckpt_path=INTO) and Fabric.load take it like any checkpoint; they
 need no conversion for another number of processes. Takes checkpoints of this strategy, and of stock DeepSpeed with
@@ -20,11 +19,8 @@ After a kill, the next run removes it.
 """
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
-    parser = commands.add_parser(
-        "universal", help="a checkpoint with every parameter in files of its own", description=_DESCRIPTION
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     parser.add_argument(
         "checkpoint",
         type=Path,
@@ -34,10 +30,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--into", type=Path, required=True, help="folder for the new one, which does not exist yet")
     add_weights_only(parser)
     add_quiet(parser)
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run the command, and return the exit status."""
     from lightning_smartinfinity.zero3 import prepare_environment  # imports DeepSpeed, which is slow
 
     prepare_environment("cpu", local_world_size=1)

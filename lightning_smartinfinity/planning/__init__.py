@@ -20,9 +20,11 @@ The package computes with numbers only: no torch, no I/O. It simulates the real 
 ``pipeline.layout.partition_layout``, and the state machine that orders them also orders real steps.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from lightning_smartinfinity.planning.cost import CompressionGain, CompressionResources, gain_of
 from lightning_smartinfinity.planning.memory import host_bytes
-from lightning_smartinfinity.planning.paper.fit import PaperMachine, fit
 from lightning_smartinfinity.planning.simulator.gradients import (
     BlockScaledPayload,
     Dense,
@@ -34,6 +36,9 @@ from lightning_smartinfinity.planning.simulator.handler import Route
 from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.planning.simulator.step import Overlap, StepTime, System, Traffic, simulate_step
 from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS, Workload
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.planning.paper.fit import PaperMachine, fit
 
 __all__ = [
     "NUM_ARRAYS",
@@ -61,3 +66,10 @@ __all__ = [
     "host_bytes",
     "simulate_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the paper's machine when it is first used: only simulations use it."""
+    if name not in ("PaperMachine", "fit"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.paper.fit"), name)

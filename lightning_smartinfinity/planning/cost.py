@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.planning.paper.paper import FIGURES
 from lightning_smartinfinity.planning.simulator.gradients import BlockScaledPayload, GradientForm, TopKPayload
 from lightning_smartinfinity.planning.simulator.handler import Route
-from lightning_smartinfinity.planning.simulator.hardware import COUNT, Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.planning.simulator.hardware import COUNT, FIGURES, Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.planning.simulator.step import System, simulate_step
 from lightning_smartinfinity.planning.simulator.workload import Workload
 from lightning_smartinfinity.settings import GradientCodec, TopK

@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 
 from hls.description import SMARTSSD
-from lightning_smartinfinity.cli import card_build, card_report, main, report_archive
+from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.cli.smartssd import archive as report_archive
+from lightning_smartinfinity.cli.smartssd import build as card_build
+from lightning_smartinfinity.cli.smartssd import report as card_report
 from lightning_smartinfinity.devices.smartssd import examination
 from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE

@@ -77,6 +77,6 @@ def test_errors_of_other_files_are_not_of_the_output(monkeypatch: pytest.MonkeyP
     def failing(options: argparse.Namespace) -> int:
         raise BrokenPipeError
 
-    monkeypatch.setattr("lightning_smartinfinity.cli.simulate._run", failing)
+    monkeypatch.setattr("lightning_smartinfinity.cli.simulation.command.run", failing)
     with pytest.raises(BrokenPipeError):
         main(FEW)

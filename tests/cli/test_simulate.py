@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.cli.simulated_steps import Case
+from lightning_smartinfinity.cli.simulation.steps import Case
 from lightning_smartinfinity.planning.paper.fit import fit
 from lightning_smartinfinity.planning.simulator.gradients import Dense
 from lightning_smartinfinity.planning.simulator.step import System, simulate_step

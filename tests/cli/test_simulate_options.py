@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_smartinfinity.cli import main, simulate
+from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.cli.simulation.command import _cases
+from lightning_smartinfinity.cli.simulation.options import add_options
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.planning.paper.fit import fit
@@ -20,8 +22,8 @@ from lightning_smartinfinity.settings.strategy import StrategySettings
 
 def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    simulate.add_to(parser.add_subparsers())
-    return parser.parse_args(["simulate", *arguments])
+    add_options(parser)
+    return parser.parse_args(arguments)
 
 
 SWITCHES = {"--duplex", "--error-feedback", "--json", "--plot"}
@@ -33,7 +35,7 @@ def test_help_says_what_every_option_does(monkeypatch: pytest.MonkeyPatch, capsy
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
     words = dict(re.findall(r"^  (--[\w-]+).*?\s{2,}(\S.*)$", capsys.readouterr().out, re.MULTILINE))
-    assert {f"--{name.replace('_', '-')}" for name in vars(parsed())} - {"--run"} == set(words)
+    assert {f"--{name.replace('_', '-')}" for name in vars(parsed())} == set(words)
     assert all(len(of.split()) > 2 for of in words.values())
     defaults = {option: re.search(r"\(default: ([^)]+)\)$", of) for option, of in words.items()}
     assert {option for option, default in defaults.items() if default is None} == SWITCHES
@@ -78,7 +80,7 @@ def test_what_training_refuses_is_not_simulated(state: str, dtype: str, optimize
         on_cards.append(error)
     for system, errors in (("host", refused), ("smartssd", on_cards)):
         options = ["--systems", system, "--state-formats", state, "--dtype", dtype, "--optimizer", optimizer]
-        assert [case.is_possible for case in simulate._cases(parsed(*options, "--devices", "1"))] == [not errors]
+        assert [case.is_possible for case in _cases(parsed(*options, "--devices", "1"))] == [not errors]
 
 
 @pytest.mark.parametrize(

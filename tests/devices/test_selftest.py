@@ -12,7 +12,7 @@ from hls.description import SMARTSSD
 from hls.xclbin import xclbin
 from lightning_smartinfinity import DeviceError, SmartSSDConfig, StorageError
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.cli.selftest import show
+from lightning_smartinfinity.cli.smartssd.selftest import show
 from lightning_smartinfinity.devices.smartssd import examination, opening
 from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
 from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime

@@ -7,13 +7,14 @@ from dataclasses import astuple
 import pytest
 
 from lightning_smartinfinity.planning.paper.fit import FITTED_DEVICES, fit
-from lightning_smartinfinity.planning.paper.paper import FIGURES, SCALING, SECONDS
+from lightning_smartinfinity.planning.paper.paper import SCALING, SECONDS
 from lightning_smartinfinity.planning.paper.reproduction import (
     headroom,
     mean_error,
     predictions,
     relative_to_one_device,
 )
+from lightning_smartinfinity.planning.simulator.hardware import FIGURES
 
 # The speed-ups of SU+O+C over the baseline as printed in the paper.
 PRINTED = {

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_smartinfinity.cli import card_training, main
+from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.cli.smartssd import training as card_training
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from tests.helpers.runif import RunIf
 from tests.xrt.cards import EmulatedCards

@@ -8,9 +8,9 @@ from functools import cache, cached_property, partial
 
 import numpy as np
 
-from lightning_smartinfinity.planning.paper.paper import FIGURES, SCALING, SECONDS, Figure, Row
+from lightning_smartinfinity.planning.paper.paper import SCALING, SECONDS, Row
 from lightning_smartinfinity.planning.simulator.gradients import Dense, Pairs
-from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.planning.simulator.hardware import FIGURES, Channel, Device, Figure, Gpu, Host, Machine
 from lightning_smartinfinity.planning.simulator.step import System, simulate_step
 from lightning_smartinfinity.planning.simulator.workload import Workload
 from lightning_smartinfinity.settings.rules import check, one_of

@@ -9,38 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["FIGURES", "SCALING", "SECONDS", "SPARSE_KERNEL_SHOWN", "SPEEDUPS", "Figure", "Row", "Scaling", "Speedup"]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure of the hardware.
-
-    Args:
-        value: Value for the simulation.
-        unit: Unit of the value.
-        source: Source of the value, and the range found there.
-    """
-
-    value: float
-    unit: str
-    source: str
-
-
-FIGURES: Mapping[str, Figure] = MappingProxyType(
-    {
-        "read": Figure(2.8e9, "B/s", "SSD to FPGA of a SmartSSD, figure, 2.8 to 3.2 GB/s"),
-        "write": Figure(1.62e9, "B/s", "FPGA to SSD of a SmartSSD, figure, 1.5 to 1.7 GB/s"),
-        "kernel": Figure(8.2e9, "B/s", "Adam kernel, figure, of 16 B per parameter"),
-        "sparse_kernel": Figure(
-            6.9e9,
-            "B/s",
-            "fitted beforehand, to the paper's scaling runs of SU+O+C; the figure of the kernel alone shows 2.9",
-        ),
-    }
-)
-"""Figures of one device. ``sparse_kernel`` is not from the paper: it was fitted to the SU+O+C runs over 1 to 10
-devices, so simulating these runs is no independent test. See :data:`SPARSE_KERNEL_SHOWN`."""
+__all__ = ["SCALING", "SECONDS", "SPARSE_KERNEL_SHOWN", "SPEEDUPS", "Row", "Scaling", "Speedup"]
 
 SPARSE_KERNEL_SHOWN = 2.9e9
 """Bytes per second of decompression and update in the paper's own figure."""

@@ -1,15 +1,17 @@
 """Figures of a simulated machine: devices, the channel that they share, the GPU and the host.
 
-The values, with their sources, are in ``planning/paper/paper.py`` and ``planning/paper/fit.py``.
+The published values, with their sources, are in :data:`FIGURES`; ``planning/paper/fit.py`` fits the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lightning_smartinfinity.settings.rules import FLAG, Rule, between, instance, number, optional, require
 
-__all__ = ["COUNT", "MOST_DEVICES", "Channel", "Device", "Gpu", "Host", "Machine"]
+__all__ = ["COUNT", "FIGURES", "MOST_DEVICES", "Channel", "Device", "Figure", "Gpu", "Host", "Machine"]
 
 MOST_DEVICES = 1024
 """Largest number of devices in a machine."""
@@ -26,6 +28,38 @@ _SECONDS = Rule(
     lambda value: _NO_SECONDS.holds(value) or _SOME_SECONDS.holds(value),
 )
 """Seconds per parameter."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the hardware.
+
+    Args:
+        value: Value for the simulation.
+        unit: Unit of the value.
+        source: Source of the value, and the range found there.
+    """
+
+    value: float
+    unit: str
+    source: str
+
+
+FIGURES: Mapping[str, Figure] = MappingProxyType(
+    {
+        "read": Figure(2.8e9, "B/s", "SSD to FPGA of a SmartSSD, figure, 2.8 to 3.2 GB/s"),
+        "write": Figure(1.62e9, "B/s", "FPGA to SSD of a SmartSSD, figure, 1.5 to 1.7 GB/s"),
+        "kernel": Figure(8.2e9, "B/s", "Adam kernel, figure, of 16 B per parameter"),
+        "sparse_kernel": Figure(
+            6.9e9,
+            "B/s",
+            "fitted beforehand, to the paper's scaling runs of SU+O+C; the figure of the kernel alone shows 2.9",
+        ),
+    }
+)
+"""Figures of one device, as published. ``sparse_kernel`` is not from the paper: it was fitted to the SU+O+C runs over 1
+to 10 devices, so simulating these runs is no independent test. ``planning/paper/paper.py`` has the paper's own figure,
+``SPARSE_KERNEL_SHOWN``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,17 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_smartinfinity.cli import card_build
-from lightning_smartinfinity.cli.card_options import add_cards, cards_of
 from lightning_smartinfinity.cli.option_types import reading
-from lightning_smartinfinity.cli.report_archive import pack
+from lightning_smartinfinity.cli.smartssd import build
+from lightning_smartinfinity.cli.smartssd.archive import pack
+from lightning_smartinfinity.cli.smartssd.options import add_cards, cards_of
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError, StorageLockedError
 from lightning_smartinfinity.settings import SmartSSDConfig
 from lightning_smartinfinity.settings.rules import Rule
 
-__all__ = ["add_to"]
+__all__ = ["DESCRIPTION", "add_options", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Try a SmartSSD for the first time, and pack what is found into one archive without the machine's identity. The stages
 are: driver, xo (compiles the smallest kernel), csynth (its resources beside those expected), selftest, p2p (rates by
 size), train (twenty steps beside the host, and rates of its kernel by size) and link (in the background, for hours).
@@ -84,7 +84,7 @@ class _Report:
         """Return whether a stage has succeeded with its present inputs."""
         if stage == "driver":  # it takes a second, and nothing records changes of the driver
             return False
-        built = {"xo": card_build.xo_in, "link": card_build.xclbin_in}.get(stage)
+        built = {"xo": build.xo_in, "link": build.xclbin_in}.get(stage)
         if built and not built(self.work).exists():
             return False
         last = self.last(stage)
@@ -93,8 +93,8 @@ class _Report:
     def inputs(self, stage: str) -> dict[str, Any]:
         """Return the inputs that a stage's result depends on."""
         if stage in ("xo", "csynth", "link"):
-            sources = [path for path in (card_build.CHECKOUT / "hls").rglob("*") if path.suffix in (".py", ".hpp")]
-            sources += (card_build.CHECKOUT / "lightning_smartinfinity").glob("common/update_rules.py")
+            sources = [path for path in (build.CHECKOUT / "hls").rglob("*") if path.suffix in (".py", ".hpp")]
+            sources += (build.CHECKOUT / "lightning_smartinfinity").glob("common/update_rules.py")
             return {
                 "v++": shutil.which("v++"),
                 "sources": max((path.stat().st_mtime_ns for path in sources), default=0),
@@ -105,21 +105,20 @@ class _Report:
         return {"folders": self.folders, "xclbin": str(xclbin), "built": built, **chosen}
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
-    parser = commands.add_parser("card-report", help="try a new SmartSSD, and pack a report", description=_DESCRIPTION)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     add_cards(parser, xclbin_default="what the stage link built, else SMART_INFINITY_XCLBIN")
     parser.add_argument(
         "--work", type=_path, default="card_report", help="folder for results and builds (default: %(default)s)"
     )
     parser.add_argument("--stage", nargs="+", choices=_STAGES, default=list(_STAGES), help="run these stages alone")
-    parser.set_defaults(run=_run)
 
 
 _path = reading(lambda text: Path(text).resolve() if text else None, Rule("Name a folder", lambda value: bool(value)))
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run the command, and return the exit status."""
     from lightning_smartinfinity.devices.smartssd.discovery.runtime import runtime_of
     from lightning_smartinfinity.devices.smartssd.discovery.system import System
 
@@ -157,7 +156,7 @@ def _report(options: argparse.Namespace, lock: int, *, has_runtime: bool) -> int
     from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
 
     work: Path = options.work
-    built = card_build.xclbin_in(work)
+    built = build.xclbin_in(work)
     xclbin = str(built) if built.exists() else os.environ.get(XCLBIN_VARIABLE) or None
     settings = cards_of(options, xclbin=xclbin)
     report = _Report(work, lock, [str(Path(folder).resolve()) for folder in options.folders], settings, has_runtime)
@@ -168,11 +167,11 @@ def _report(options: argparse.Namespace, lock: int, *, has_runtime: bool) -> int
         failed |= result["status"] == "failed"
     archive = work / "card-report.tar.gz"
     places = {folder: f"FOLDER{number}" for number, folder in enumerate(report.folders)}
-    places |= {str(work): "WORK", str(card_build.CHECKOUT): "CHECKOUT"}
+    places |= {str(work): "WORK", str(build.CHECKOUT): "CHECKOUT"}
     if settings.xclbin:
         places |= dict.fromkeys((str(settings.xclbin), str(Path(settings.xclbin).resolve())), "XCLBIN")
     results = {stage: last for stage in _STAGES if (last := report.last(stage))}
-    pack(archive, results, logs=card_build.logs_in(work), places=places)
+    pack(archive, results, logs=build.logs_in(work), places=places)
     print(f"\nPacked {archive}. Read it before you send it.")
     return int(failed)
 
@@ -246,7 +245,7 @@ def _p2p_rates(report: _Report) -> dict[str, Any]:
 
 def _trained(report: _Report) -> dict[str, Any]:
     """Train with the xclbin's first kernel, on the cards and on the host."""
-    from lightning_smartinfinity.cli.card_training import compare_trainings
+    from lightning_smartinfinity.cli.smartssd.training import compare_trainings
     from lightning_smartinfinity.devices.smartssd.discovery.system import System
     from lightning_smartinfinity.devices.smartssd.discovery.xclbin import BUILD_REMEDY, read_xclbin
     from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
@@ -274,21 +273,21 @@ def _without_work(report: _Report) -> str:
 
 
 def _without_xo(report: _Report) -> str:
-    return card_build.unable(report.work) or ("" if report.done("xo") else "the stage xo has not succeeded")
+    return build.unable(report.work) or ("" if report.done("xo") else "the stage xo has not succeeded")
 
 
 _STAGES: dict[str, tuple[Callable[[_Report], dict[str, Any]], Callable[[_Report], str]]] = {
     "driver": (_driver, _without_runtime),
     "xo": (
-        lambda report: card_build.compile_smallest(report.work, report.lock),
-        lambda report: card_build.unable(report.work),
+        lambda report: build.compile_smallest(report.work, report.lock),
+        lambda report: build.unable(report.work),
     ),
-    "csynth": (lambda report: card_build.compare_csynth(report.work), _without_xo),
+    "csynth": (lambda report: build.compare_csynth(report.work), _without_xo),
     "selftest": (lambda report: _examined(report, report.folders), _without_work),
     "p2p": (_p2p_rates, _without_work),
     "train": (_trained, _without_work),
     "link": (
-        lambda report: card_build.link(report.work, begun=report.last("link").get("status") == "running"),
+        lambda report: build.link(report.work, begun=report.last("link").get("status") == "running"),
         _without_xo,
     ),
 }

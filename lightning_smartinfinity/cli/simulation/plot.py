@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.cli.simulated_steps import Simulated, in_figures
+from lightning_smartinfinity.cli.simulation.steps import Simulated, in_figures
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:

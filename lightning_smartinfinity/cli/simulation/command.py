@@ -8,18 +8,18 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightning_smartinfinity.cli.simulate_options import FORMATS_OF_HOST, add_options
-from lightning_smartinfinity.cli.simulated_steps import Case, Simulated
+from lightning_smartinfinity.cli.simulation.options import FORMATS_OF_HOST, add_options
+from lightning_smartinfinity.cli.simulation.steps import Case, Simulated
 from lightning_smartinfinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.planning.simulator.hardware import Machine
 
-__all__ = ["add_to"]
+__all__ = ["DESCRIPTION", "add_options", "run"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Simulate training steps of one machine and print their seconds: of every combination of what is listed, but those that
 no system has.
 What is not given is as on the machine of the Smart-Infinity paper, SmartSSDs behind one switch: stated there, or fitted
@@ -33,15 +33,9 @@ _PURPOSES = (("gradient_arena", "arena"), ("ring", "ring"), ("payloads", "payloa
 _SECONDS = "{forward:>10}{backward:>12}{update:>10}{step:>10}"
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
-    parser = commands.add_parser("simulate", help="what a training step takes elsewhere", description=_DESCRIPTION)
-    add_options(parser)
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    from lightning_smartinfinity.cli.step_plot import check_plot, write_plot
+def run(options: argparse.Namespace) -> int:
+    """Run the command, and return the exit status."""
+    from lightning_smartinfinity.cli.simulation.plot import check_plot, write_plot
     from lightning_smartinfinity.planning.paper.fit import fit
 
     cases = _possible(options)

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from lightning_smartinfinity.cli.card_options import add_cards, cards_of
 from lightning_smartinfinity.cli.option_types import digits, reading
+from lightning_smartinfinity.cli.smartssd.options import add_cards, cards_of
 from lightning_smartinfinity.settings.rules import between
 
-__all__ = ["add_to", "show"]
+__all__ = ["DESCRIPTION", "add_options", "run", "show"]
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Look at XRT, the xclbin and the cards of this machine. With storage folders: pair each with its card, move data
 between the card and its SSD, and update one tasklet with every kernel, bit for bit as on the host. Nothing is left in
 the folders. Exit status 1 if anything is not as it must be.
@@ -25,18 +25,17 @@ _MARKS = {True: "ok", False: "FAIL", None: "-"}
 _mib = reading(digits, between(1, _MAX_MIB))
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
-    parser = commands.add_parser("selftest", help="whether SmartSSDs can update", description=_DESCRIPTION)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
     add_cards(parser)
     parser.add_argument(
         "--mib", type=_mib, default=64, help=f"MiB to move by P2P, 1 to {_MAX_MIB} (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Run the command, and return the exit status."""
     from lightning_smartinfinity.devices.smartssd.discovery.system import System
     from lightning_smartinfinity.devices.smartssd.examination import examine
 

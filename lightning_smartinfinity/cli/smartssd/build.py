@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import lightning_smartinfinity
-from lightning_smartinfinity.cli.report_archive import end_of
+from lightning_smartinfinity.cli.smartssd.archive import end_of
 from lightning_smartinfinity.common.update_rules import RULES
 
 __all__ = ["CHECKOUT", "compare_csynth", "compile_smallest", "link", "logs_in", "unable", "xclbin_in", "xo_in"]

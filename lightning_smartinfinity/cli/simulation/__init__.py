@@ -1,0 +1,1 @@
+"""``smart-infinity simulate``: training steps in virtual time."""

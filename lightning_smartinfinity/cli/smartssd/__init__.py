@@ -1,0 +1,1 @@
+"""``smart-infinity selftest`` and ``card-report``: the commands for SmartSSDs."""
