@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from lightning_smartinfinity.common.freed_memory import return_freed_memory
 from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.planning.automatic_strategy import Planned, Surroundings, plan_training, warn_of_no_gain
 from lightning_smartinfinity.resume.record import Recording
 from lightning_smartinfinity.settings import resolved_folder
 from lightning_smartinfinity.settings.rules import check, instance, optional
+from lightning_smartinfinity.settings.smartssd import require_xclbin_named
 from lightning_smartinfinity.settings.strategy import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
 from lightning_smartinfinity.storage.io.scheduling import IoWait, io_waits, share_devices
 from lightning_smartinfinity.zero3 import (

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smartinfinity.devices.smartssd.discovery.system import System
-from lightning_smartinfinity.devices.smartssd.discovery.xclbin import is_xclbin_named
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
 from lightning_smartinfinity.planning.automatic import Open, choose, plan_in_words
@@ -34,6 +32,7 @@ from lightning_smartinfinity.planning.survey.modules import is_built, survey_mod
 from lightning_smartinfinity.planning.survey.resources import survey_resources
 from lightning_smartinfinity.planning.training import BLOCK_SCALED, OPTIMIZERS, Training
 from lightning_smartinfinity.settings import PlanConfig, TopK
+from lightning_smartinfinity.settings.smartssd import is_xclbin_named
 from lightning_smartinfinity.settings.strategy import StrategySettings
 from lightning_smartinfinity.zero3 import OffloadSettings
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
@@ -185,7 +184,7 @@ def _asked(
     is_partitioned = module is not None and any(hasattr(param, "ds_id") for param in module.parameters())
     keys = (*zero, *(offload if isinstance(offload, Mapping) else ()))
     own_buffers = any(key.removeprefix("stage3_") in FOLLOWS_FROM_BUDGET for key in keys)
-    may_use_cards = settings.update_device == "auto" and is_xclbin_named(settings.smartssd, System())
+    may_use_cards = settings.update_device == "auto" and is_xclbin_named(settings.smartssd)
     on_cards = settings.update_device == "smartssd" or may_use_cards
     codec = settings.compression
     share = codec.ratio if isinstance(codec, TopK) else None if codec is None else BLOCK_SCALED

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.settings.folders import names_file
 from lightning_smartinfinity.settings.rules import Rule, check, one_of, optional, positive, require, settings_of
 from lightning_smartinfinity.settings.wrong_names import named_settings
 
-__all__ = ["MAX_CARD_NUMBER", "TIMEOUT", "SmartSSDConfig", "smartssd_config"]
+__all__ = [
+    "BUILD_REMEDY",
+    "MAX_CARD_NUMBER",
+    "TIMEOUT",
+    "XCLBIN_VARIABLE",
+    "NamedXclbin",
+    "SmartSSDConfig",
+    "is_xclbin_named",
+    "require_xclbin_named",
+    "smartssd_config",
+]
+
+XCLBIN_VARIABLE = "SMART_INFINITY_XCLBIN"
+
+BUILD_REMEDY = (
+    "Build it with `make -C hls xclbin` in a checkout or source distribution of this version (wheels have no hls/"
+    " folder; Vitis 2021.2 to 2023.1, for the shell xilinx_u2_gen3x4_xdma_gc_2_202110_1) and pass"
+    f" SmartSSDConfig(xclbin=...), or set {XCLBIN_VARIABLE}."
+)
 
 MAX_CARD_NUMBER = 65_535
 """Largest number in ``SmartSSDConfig(devices=...)``, larger than any machine needs."""
@@ -100,3 +120,41 @@ def smartssd_config(smartssd: SmartSSDConfig | Mapping[str, Any] | None, *, owne
     """
     config: SmartSSDConfig | None = check(owner, "smartssd", smartssd, optional(settings_of(SmartSSDConfig)))
     return config
+
+
+class NamedXclbin(NamedTuple):
+    """The absolute path of a supposed xclbin, and the setting that names it, in the user's notation."""
+
+    path: Path
+    setting: str
+
+
+def is_xclbin_named(settings: SmartSSDConfig | None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the settings or the environment name a file."""
+    name, _ = _name_and_setting(settings, environment)
+    return bool(name)
+
+
+def _name_and_setting(settings: SmartSSDConfig | None, environment: Mapping[str, str]) -> tuple[str | Path | None, str]:
+    """Return the file's name, and a format string of the setting that names it."""
+    if settings is not None and settings.xclbin:
+        return settings.xclbin, "SmartSSDConfig(xclbin={!r})"
+    return environment.get(XCLBIN_VARIABLE), f"{XCLBIN_VARIABLE}={{!r}}"
+
+
+def require_xclbin_named(settings: SmartSSDConfig | None, environment: Mapping[str, str] = os.environ) -> NamedXclbin:
+    """Return the file that the settings or the environment name.
+
+    Raises:
+        ConfigError: Neither names a file, or the name cannot be a path.
+    """
+    name, setting = _name_and_setting(settings, environment)
+    if not name:
+        problem = "update_device='smartssd' needs the kernels' xclbin, and none is named."
+        raise ConfigError(problem, BUILD_REMEDY)
+    try:
+        path = Path(name).expanduser().absolute()
+    except (OSError, RuntimeError, ValueError) as error:  # such as an unknown user or no current folder
+        problem = f"{setting.format(str(name))} names no file: {error}"
+        raise ConfigError(problem, "Pass the path of an xclbin.") from error
+    return NamedXclbin(path, setting.format(str(path)))

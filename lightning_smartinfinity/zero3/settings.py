@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.devices.smartssd import CardSetup
 from lightning_smartinfinity.settings import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.settings.strategy import StrategySettings
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.devices.smartssd import CardSetup
 
 __all__ = ["OffloadSettings", "ParameterSettings"]
 

@@ -24,8 +24,8 @@ from lightning_smartinfinity.cli.smartssd import build as card_build
 from lightning_smartinfinity.cli.smartssd import report as card_report
 from lightning_smartinfinity.devices.smartssd import examination
 from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime
-from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.devices.smartssd.examination import Finding
+from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
 from tests.helpers.waiting import LIMIT, await_that
 from tests.training.worker import REPOSITORY
 

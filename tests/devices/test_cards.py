@@ -24,7 +24,8 @@ from lightning_smartinfinity.devices.smartssd.discovery.runtime import (
     require_runtime,
     runtime_of,
 )
-from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE, read_xclbin
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import read_xclbin
+from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
 from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
 
 WHOLE, SMALL = 4 * GIB, 32 << 20

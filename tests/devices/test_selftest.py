@@ -16,9 +16,9 @@ from lightning_smartinfinity.cli.smartssd.selftest import show
 from lightning_smartinfinity.devices.smartssd import examination, opening
 from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
 from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime
-from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.devices.smartssd.examination import examine
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
+from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
 from tests.devices.fake_machine import GIB, SHELL, XOCL, Machine, smartssd
 
 # The package has a function of that name.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
-from lightning_smartinfinity.devices.smartssd.discovery.mounts import Mount
 from lightning_smartinfinity.settings.strategy import nvme_path_of
+from lightning_smartinfinity.storage.io.mounts import Mount
 from lightning_smartinfinity.zero3.ranks import file_systems
 from lightning_smartinfinity.zero3.ranks.file_systems import network_warning
 from tests.helpers.models import LitTiny, Recipe
@@ -57,7 +57,7 @@ def test_storage_on_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A fit warns once, with the folder, the file system and the remedy; a local disk has no warning."""
     assert network_warning([tmp_path]) is None
     mount = Mount(tmp_path, "nfs4", "0:99", "filer:/home")
-    monkeypatch.setattr(file_systems, "mount_of", lambda system, folder: mount)
+    monkeypatch.setattr(file_systems, "mount_of", lambda folder: mount)
     with pytest.warns(UserWarning, match=r"network file system \(nfs4, filer:/home\): the .* at every step") as caught:
         fit(LitTiny(Recipe(max_steps=1)), tmp_path, max_steps=1)
     warned = [str(each.message) for each in caught if "network file system" in str(each.message)]

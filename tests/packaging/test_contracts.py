@@ -17,6 +17,7 @@ VIOLATIONS = {
     "storage/_planted.py": ("import torch", "native and storage know no torch"),
     "native/_planted.py": ("import torch", "native and storage know no torch"),
     "pipeline/state/_planted.py": ("import deepspeed.runtime", "Only zero3 imports deepspeed"),
+    "pipeline/step.py": ("import lightning_smartinfinity.devices.smartssd", "SmartSSDs are a guest wing"),
     "_planted.py": ("", "Imports go one way"),  # a new room without a place in the layers
     "devices/_planted.py": ("import lightning_smartinfinity.pipeline", "Imports go one way"),
     "settings/transfer.py": ("import lightning_smartinfinity.storage", "Imports go one way"),

@@ -17,9 +17,9 @@ from lightning_smartinfinity import (
     TransferConfig,
 )
 from lightning_smartinfinity.devices.smartssd import System, find_cards, self_test, unreturned
-from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.settings import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
+from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
 from lightning_smartinfinity.zero3.ranks import collectives
 from lightning_smartinfinity.zero3.setup import update_device
 from lightning_smartinfinity.zero3.setup.update_device import choose_update_device

@@ -153,7 +153,7 @@ def _take(lock: IO[str]) -> None:
 
 def _report(options: argparse.Namespace, lock: int, *, has_runtime: bool) -> int:
     """Run the stages and pack their results; raises OSError if the work folder cannot be written."""
-    from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
+    from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
 
     work: Path = options.work
     built = build.xclbin_in(work)
@@ -247,8 +247,9 @@ def _trained(report: _Report) -> dict[str, Any]:
     """Train with the xclbin's first kernel, on the cards and on the host."""
     from lightning_smartinfinity.cli.smartssd.training import compare_trainings
     from lightning_smartinfinity.devices.smartssd.discovery.system import System
-    from lightning_smartinfinity.devices.smartssd.discovery.xclbin import BUILD_REMEDY, read_xclbin
+    from lightning_smartinfinity.devices.smartssd.discovery.xclbin import read_xclbin
     from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
+    from lightning_smartinfinity.settings.smartssd import BUILD_REMEDY
 
     built = read_xclbin(report.settings, System()).kernels
     kernel = next((each for each in KERNELS if each.name in built), None)

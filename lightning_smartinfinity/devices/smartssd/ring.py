@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup
-from lightning_smartinfinity.devices.smartssd.discovery.xclbin import BUILD_REMEDY
 from lightning_smartinfinity.errors import DeviceError
+from lightning_smartinfinity.settings.smartssd import BUILD_REMEDY
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 
 __all__ = ["CardRing", "gradient_file_bytes", "ring_within", "share_of_memory"]

@@ -24,10 +24,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.common.machine import machine_identity
-from lightning_smartinfinity.devices.smartssd.discovery.mounts import mount_of
-from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.mounts import mount_of
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.state.space import nearest_existing
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
@@ -143,7 +142,7 @@ def device_of(path: Path) -> int:
 def network_warning(folders: Sequence[Path]) -> str | None:
     """Return a warning if one of the folders, used in every step, is on a network file system; else None."""
     for folder in folders:
-        mount = mount_of(System(), folder)
+        mount = mount_of(folder)
         if mount is not None and mount.kind in _OF_NETWORKS:
             return (
                 f"{str(folder)!r} on {platform.node()} lies on a network file system ({mount.kind}, {mount.source}): "

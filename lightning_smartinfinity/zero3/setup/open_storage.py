@@ -15,15 +15,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.common.machine import machine_identity
-from lightning_smartinfinity.devices.base import StorageDevice
-from lightning_smartinfinity.devices.host import HostDevice
-from lightning_smartinfinity.devices.smartssd import (
-    CardRing,
-    SmartSSDDevice,
-    gradient_file_bytes,
-    kernel_of,
-    ring_within,
-)
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory, share_of_memory
@@ -66,6 +57,7 @@ from lightning_smartinfinity.zero3.setup.rank_migration import (
     plan_way,
 )
 from lightning_smartinfinity.zero3.setup.reopening import describe_training, recover_for_training
+from lightning_smartinfinity.zero3.setup.update_device import card_file_bytes, make_device
 from lightning_smartinfinity.zero3.untyped import ParamGroup
 
 __all__ = ["gradient_store", "open_storage", "require_parameter_space", "with_cache", "with_gradient_budget"]
@@ -118,7 +110,7 @@ def open_storage(
     try:
         store = _create_store(settings, layout, description, group, job_id)
         opened.callback(store.close, remove=True)
-        handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
+        handler = TransferHandler(layout, store, make_device(settings, layout.extents, rule.name), rule=rule)
         opened.callback(handler.close, remove=True)
         handler.open()
         handler.initialize(masters, first_values=first_values, show=show_on_rank_zero)
@@ -153,7 +145,7 @@ def _reopen_storage(
         with raising_together(group):
             store = recover_for_training(settings, layout, description, group)
             opened.callback(store.close, remove=False)
-            handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
+            handler = TransferHandler(layout, store, make_device(settings, layout.extents, rule.name), rule=rule)
             opened.callback(handler.close, remove=False)
             handler.open()
         opened.pop_all()
@@ -191,7 +183,7 @@ def _succeed(
         with raising_together(group):
             store = _create_store(settings, layout, description, group, job_id)
             opened.callback(store.close, remove=True)
-            handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
+            handler = TransferHandler(layout, store, make_device(settings, layout.extents, rule.name), rule=rule)
             opened.callback(handler.close, remove=True)
             handler.open()
         fill_successor(predecessor, settings, layout, handler.state, store, group)
@@ -282,33 +274,6 @@ def gradient_store(settings: OffloadSettings, *, direct: bool) -> TensorStore:
     )
 
 
-def _device(settings: OffloadSettings, layout: PartitionLayout, rule: UpdateRule) -> StorageDevice:
-    transfer, cards = settings.transfer, settings.cards
-    if cards is None:
-        return HostDevice(
-            num_buffers=transfer.num_buffers,
-            compute_threads=transfer.compute_threads,
-            io_engine=transfer.io_engine,
-            io_timeout=transfer.io_timeout,
-        )
-    return SmartSSDDevice(
-        cards,
-        kernel=kernel_of(rule.name),
-        ring=_ring(settings, layout.extents),
-        compute_threads=transfer.compute_threads,
-        io_engine=transfer.io_engine,
-        io_timeout=transfer.io_timeout,
-    )
-
-
-def _ring(settings: OffloadSettings, extents: ExtentMap) -> CardRing:
-    return CardRing(
-        num_buffers=settings.transfer.num_buffers,
-        gradient_buffer_bytes=settings.transferred_gradient_bytes(extents.tasklet_numel),
-        parameter_bytes=extents.tasklet_numel * settings.parameter_itemsize,
-    )
-
-
 def _unnamed_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:
     """Return the space for data other than the state: gradients, and activations if their size is known."""
     folders, activations = settings.storage, settings.activations
@@ -321,13 +286,10 @@ def _unnamed_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceR
 
 def _gradient_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:
     """Return the space for gradients on storage: spilled ones if there is a budget, or the files of cards."""
-    cards, largest = settings.cards, max((extent.nbytes for extent in extents.extents), default=0)
     if settings.gradient_budget is not None:
         sizes = [extent.numel * settings.gradient_itemsize for extent in extents.extents]
         return measure_tensor_space(settings.storage, sizes=sizes, what=SPILLED_GRADIENTS)
-    if cards is None:
-        return []
-    nbytes = gradient_file_bytes(cards, ring_within(cards, _ring(settings, extents), extent_bytes=largest))
+    nbytes = card_file_bytes(settings, extents)
     return measure_gradient_space(settings.storage, nbytes=nbytes) if nbytes else []
 
 

@@ -1,4 +1,7 @@
-"""Chooses where the update runs: all ranks check the choice and agree on it before anything else is set up."""
+"""Chooses where the update runs, and makes the device.
+
+All ranks check the choice and agree on it before anything else is set up. Of ``zero3``, only this module uses cards.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,36 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.common.machine import machine_identity
+from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.devices.smartssd import (
     CardRing,
     CardSetup,
+    SmartSSDDevice,
     System,
     find_cards,
+    gradient_file_bytes,
     kernel_of,
     require_memory,
+    ring_within,
     self_test,
     share_of_memory,
 )
-from lightning_smartinfinity.devices.smartssd.discovery.xclbin import is_xclbin_named
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.settings import SmartSSDConfig
-from lightning_smartinfinity.storage.extents import BLOCK_BYTES
+from lightning_smartinfinity.settings.smartssd import is_xclbin_named
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES, ExtentMap
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raise_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
-__all__ = ["choose_update_device"]
+__all__ = ["card_file_bytes", "choose_update_device", "make_device"]
 
 T = TypeVar("T")
 
@@ -114,7 +121,7 @@ def _obstacle(offload: OffloadSettings) -> str | None:
     """Return why ``"auto"`` does not search for cards; None if it does."""
     if offload.update_device != "auto":
         return None
-    if not is_xclbin_named(offload.smartssd, System()):
+    if not is_xclbin_named(offload.smartssd):
         return "no xclbin for SmartSSDs is named"
     if not STATE_FORMATS[offload.state_format].on_cards:
         return f"SmartSSDs hold state in {names_where(lambda form: form.on_cards)} alone, not {offload.state_format!r}"
@@ -188,12 +195,7 @@ def _require_memory(offload: OffloadSettings, setup: CardSetup, kernel: Kernel) 
     if offload.update_device != "auto":
         return
     # Check now, while the host can still be chosen: later, tasklets are sized for the chosen device.
-    numel = offload.tasklet_bytes // (kernel.num_arrays * 4)
-    ring = CardRing(
-        num_buffers=offload.transfer.num_buffers,
-        gradient_buffer_bytes=offload.transferred_gradient_bytes(numel),
-        parameter_bytes=offload.parameter_itemsize * numel,
-    )
+    ring = _ring(offload, offload.tasklet_bytes // (kernel.num_arrays * 4))
     for card in setup.cards:
         require_memory(setup, card, ring, extent_bytes=offload.tasklet_bytes)
 
@@ -238,3 +240,36 @@ def _warn_of_settings(offload: OffloadSettings) -> None:
             " storage, and no state stays in host memory.",
             stacklevel=2,
         )
+
+
+def make_device(settings: OffloadSettings, extents: ExtentMap, optimizer: str) -> StorageDevice:
+    """Return the device that updates, which is not open yet.
+
+    Args:
+        settings: Result of :func:`choose_update_device`.
+        extents: The extents of this rank's tasklets.
+        optimizer: Name of the update rule.
+    """
+    transfer, cards = settings.transfer, settings.cards
+    host: dict[str, Any] = {name: getattr(transfer, name) for name in ("compute_threads", "io_engine", "io_timeout")}
+    if cards is None:
+        return HostDevice(num_buffers=transfer.num_buffers, **host)
+    return SmartSSDDevice(cards, kernel=kernel_of(optimizer), ring=_ring(settings, extents.tasklet_numel), **host)
+
+
+def card_file_bytes(settings: OffloadSettings, extents: ExtentMap) -> int:
+    """Return the size of the file by which gradients reach each card; 0 without such a file or without cards."""
+    if settings.cards is None:
+        return 0
+    largest = max((extent.nbytes for extent in extents.extents), default=0)
+    ring = ring_within(settings.cards, _ring(settings, extents.tasklet_numel), extent_bytes=largest)
+    return gradient_file_bytes(settings.cards, ring)
+
+
+def _ring(settings: OffloadSettings, numel: int) -> CardRing:
+    """Return the wanted ring of each card, for tasklets of ``numel`` elements."""
+    return CardRing(
+        num_buffers=settings.transfer.num_buffers,
+        gradient_buffer_bytes=settings.transferred_gradient_bytes(numel),
+        parameter_bytes=settings.parameter_itemsize * numel,
+    )

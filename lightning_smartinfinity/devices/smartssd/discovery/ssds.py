@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_smartinfinity.devices.smartssd.discovery.mounts import Mount, mount_of
 from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath, functions_of_class, path_of
 from lightning_smartinfinity.devices.smartssd.discovery.system import System, entries_of, text_of
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.storage.io.mounts import Mount, mount_of
 
 __all__ = ["Ssd", "all_ssds", "ssd_of"]
 
@@ -48,7 +48,7 @@ def ssd_of(system: System, folder: Path) -> Ssd:
     Raises:
         ConfigError: The file system is neither ext4 nor XFS, or is not directly on a PCIe NVMe SSD.
     """
-    mount = mount_of(system, folder)
+    mount = mount_of(folder, system.mountinfo)
     if mount is None:
         raise _refused(folder, "lies on no mount that this process sees")
     _require_file_system(folder, mount)

@@ -40,15 +40,10 @@ class System:
         return bool(self.environment.get("XCL_EMULATION_MODE"))
 
 
-def text_of(path: Path, *, errors: str = "replace") -> str | None:
-    """Return a small file's text without surrounding white space; ``None`` if it cannot be read.
-
-    Args:
-        path: Path of the file.
-        errors: Handling of bytes that are not text, as in :func:`open`.
-    """
+def text_of(path: Path) -> str | None:
+    """Return a small file's text without surrounding white space; ``None`` if it cannot be read."""
     try:
-        return path.read_text(errors=errors).strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return None
 

@@ -13,24 +13,9 @@ from typing import Any, BinaryIO, NamedTuple
 from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.errors import ConfigError, DeviceError
 from lightning_smartinfinity.settings import SmartSSDConfig
+from lightning_smartinfinity.settings.smartssd import BUILD_REMEDY, NamedXclbin, require_xclbin_named
 
-__all__ = [
-    "BUILD_REMEDY",
-    "XCLBIN_VARIABLE",
-    "NamedXclbin",
-    "Xclbin",
-    "is_xclbin_named",
-    "read_xclbin",
-    "require_xclbin_named",
-]
-
-XCLBIN_VARIABLE = "SMART_INFINITY_XCLBIN"
-
-BUILD_REMEDY = (
-    "Build it with `make -C hls xclbin` in a checkout or source distribution of this version (wheels have no hls/"
-    " folder; Vitis 2021.2 to 2023.1, for the shell xilinx_u2_gen3x4_xdma_gc_2_202110_1) and pass"
-    f" SmartSSDConfig(xclbin=...), or set {XCLBIN_VARIABLE}."
-)
+__all__ = ["Xclbin", "read_xclbin"]
 
 _MAGIC = b"xclbin2\0"
 # Defined in XRT's xclbin.h: struct axlf up to its sections, then axlf_section_header, mem_topology and mem_data.
@@ -70,26 +55,6 @@ class Xclbin(NamedTuple):
     kernels: tuple[str, ...]
 
 
-class NamedXclbin(NamedTuple):
-    """The absolute path of a supposed xclbin, and the setting that names it, in the user's notation."""
-
-    path: Path
-    setting: str
-
-
-def is_xclbin_named(settings: SmartSSDConfig | None, system: System) -> bool:
-    """Return whether the settings or the environment name a file."""
-    name, _ = _name_and_setting(settings, system)
-    return bool(name)
-
-
-def _name_and_setting(settings: SmartSSDConfig | None, system: System) -> tuple[str | Path | None, str]:
-    """Return the file's name, and a format string of the setting that names it."""
-    if settings is not None and settings.xclbin:
-        return settings.xclbin, "SmartSSDConfig(xclbin={!r})"
-    return system.environment.get(XCLBIN_VARIABLE), f"{XCLBIN_VARIABLE}={{!r}}"
-
-
 def read_xclbin(settings: SmartSSDConfig | None, system: System) -> Xclbin:
     """Find the file and read its header.
 
@@ -97,7 +62,7 @@ def read_xclbin(settings: SmartSSDConfig | None, system: System) -> Xclbin:
         ConfigError: No file is named, or the file cannot be read.
         DeviceError: The file is not an xclbin, or is truncated.
     """
-    named = require_xclbin_named(settings, system)
+    named = require_xclbin_named(settings, system.environment)
     try:
         with open(named.path, "rb", opener=_open_regular) as file:
             return _read(file, named)
@@ -137,24 +102,6 @@ def _read(file: BinaryIO, named: NamedXclbin) -> Xclbin:
 
 def _text(padded: bytes) -> str:
     return padded.split(b"\0", 1)[0].decode(errors="replace")
-
-
-def require_xclbin_named(settings: SmartSSDConfig | None, system: System | None = None) -> NamedXclbin:
-    """Return the file that the settings or the environment name.
-
-    Raises:
-        ConfigError: Neither names a file, or the name cannot be a path.
-    """
-    name, setting = _name_and_setting(settings, system or System())
-    if not name:
-        problem = "update_device='smartssd' needs the kernels' xclbin, and none is named."
-        raise ConfigError(problem, BUILD_REMEDY)
-    try:
-        path = Path(name).expanduser().absolute()
-    except (OSError, RuntimeError, ValueError) as error:  # such as an unknown user or no current folder
-        problem = f"{setting.format(str(name))} names no file: {error}"
-        raise ConfigError(problem, "Pass the path of an xclbin.") from error
-    return NamedXclbin(path, setting.format(str(path)))
 
 
 def _sections(file: BinaryIO, count: int) -> list[_Section]:

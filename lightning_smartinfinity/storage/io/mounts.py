@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_smartinfinity.devices.smartssd.discovery.system import System, text_of
-
 __all__ = ["Mount", "mount_of"]
+
+_MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 class Mount(NamedTuple):
@@ -28,11 +28,11 @@ class Mount(NamedTuple):
     source: str
 
 
-def mount_of(system: System, folder: Path) -> Mount | None:
-    """Return the mount of a folder, which need not exist yet; ``None`` if mountinfo lists none."""
+def mount_of(folder: Path, mountinfo: Path = _MOUNTINFO) -> Mount | None:
+    """Return the mount of a folder, which need not exist yet; ``None`` if mountinfo lists none or cannot be read."""
     path = Path(os.path.realpath(folder))
     found = None
-    for mount in _mounts(system):
+    for mount in _mounts(mountinfo):
         covers = mount.point == path or mount.point in path.parents
         # The later of two mounts at one point hides the earlier one.
         if covers and (found is None or len(mount.point.parts) >= len(found.point.parts)):
@@ -40,9 +40,13 @@ def mount_of(system: System, folder: Path) -> Mount | None:
     return found
 
 
-def _mounts(system: System) -> list[Mount]:
+def _mounts(mountinfo: Path) -> list[Mount]:
     mounts = []
-    for line in (text_of(system.mountinfo, errors="surrogateescape") or "").splitlines():
+    try:
+        lines = mountinfo.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    for line in lines:
         # There may be any number of optional fields between the fixed fields and the separator.
         fixed, separator, rest = line.partition(" - ")
         fields, described = fixed.split(" "), rest.split(" ")
