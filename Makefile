@@ -35,7 +35,11 @@ CREATED := $(VENV)/.created
 REQUIREMENTS := $(VENV)/.requirements
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test test-long test-activations checks lint types contracts collection unit csim xo format dist clean
+# The tests of SmartSSDs: yes, no, or auto: if a file that they depend on changed since BASE (tools/card_tests.py).
+CARDS ?=
+BASE ?=
+
+.PHONY: help setup demo test test-long test-cards test-activations checks lint types contracts collection unit csim xo format dist clean
 
 help: ## List the targets; times on two cores
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -67,7 +71,8 @@ $(INSTALLED): $(BUILD_INPUTS) $(REQUIREMENTS)
 demo: setup ## Train a small language model on text found on this machine (about two minutes on two cores)
 	@$(VENV)/bin/python examples/finetune_text.py $(DEMO_OPTIONS)
 
-test: checks unit ## All checks: lint, types, contracts, tests (14 min, setup not counted)
+test: CARDS := $(or $(CARDS),auto)
+test: checks unit ## All checks: lint, types, contracts, tests; of cards if CARDS=yes or concerned (14 min)
 
 # At once: mypy, which takes longest, uses one core.
 checks: $(INSTALLED)
@@ -101,10 +106,14 @@ collection: $(INSTALLED) ## Every module of tests can be imported (30 s, then 15
 unit: $(INSTALLED) ## The tests; the output ends with those that failed (13 min)
 	@tools/test_packages.sh
 	@echo "unit: the tests, in $(PYTEST_WORKERS) processes (13 min); what failed comes last"
-	@HF_HUB_OFFLINE=1 python -m pytest --quiet --numprocesses $(PYTEST_WORKERS) --dist loadfile \
-	    --no-loadscope-reorder $(PYTEST_OPTIONS)
+	@cards=$(if $(CARDS),$$(python -m tools.card_tests $(CARDS) $(BASE:%=--base %))) && \
+	    HF_HUB_OFFLINE=1 python -m pytest --quiet --numprocesses $(PYTEST_WORKERS) --dist loadfile \
+	    --no-loadscope-reorder $$cards $(PYTEST_OPTIONS)
 
-test-long: ## The tests that take minutes each, and 4 GB in the folder for temporary files
+test-cards: ## The tests of SmartSSDs, emulated (6 min)
+	@$(MAKE) unit PYTEST_OPTIONS="tests/smartssd tests/hls tests/xrt $(PYTEST_OPTIONS)"
+
+test-long: test-cards ## The tests that take minutes each, those of cards, and 4 GB in the folder for temporary files
 	@$(MAKE) unit PYTEST_OPTIONS="--long -m long -o timeout=3600 -o faulthandler_timeout=3630 $(PYTEST_OPTIONS)"
 	@for time in $$(seq 12); do $(MAKE) test-activations || exit; done
 

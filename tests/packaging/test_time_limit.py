@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 # Settings that are tested themselves.
 FIXED = {
-    "devices/test_cards.py": ["2147483"],
+    "smartssd/test_cards.py": ["2147483"],
     "training/test_watching.py": ["timedelta(seconds=1)"],  # for a machine that never comes
     "typing/user_code.py": ["10"],
 }

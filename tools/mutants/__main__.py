@@ -35,7 +35,7 @@ from tools.mutants.suite_map import SuiteMap
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_smartinfinity"
 NO_CORE = ("card", "testing")
-NATIVE_TESTS = ["tests/native", "tests/storage", "tests/pipeline", "tests/activations"]
+NATIVE_TESTS = ["tests/native", "tests/smartssd", "tests/storage", "tests/pipeline", "tests/activations"]
 CAUGHT = ("caught", "timeout")
 
 

@@ -35,8 +35,8 @@ from tests.helpers.golden import decode, encode, random_arrays
 from tests.helpers.payload import compress
 from tests.helpers.update_rules import ARRAYS
 from tests.helpers.update_rules import RULES as RULE_OF
-from tests.native.described_card import DescribedCard
 from tests.native.stored import Array, Run, StoredState
+from tests.smartssd.described_card import DescribedCard
 
 NUMEL, FIRST, LAST = 3_000, 700, 2_900
 STEPS = {rule.kernel: getattr(native, rule.step) for rule in RULES}

@@ -26,7 +26,7 @@ from lightning_smartinfinity.devices.smartssd.discovery.runtime import (
 )
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import read_xclbin
 from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
-from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
+from tests.smartssd.fake_machine import GIB, SHELL, Machine, smartssd
 
 WHOLE, SMALL = 4 * GIB, 32 << 20
 

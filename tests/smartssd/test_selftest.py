@@ -19,7 +19,7 @@ from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime
 from lightning_smartinfinity.devices.smartssd.examination import examine
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
 from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
-from tests.devices.fake_machine import GIB, SHELL, XOCL, Machine, smartssd
+from tests.smartssd.fake_machine import GIB, SHELL, XOCL, Machine, smartssd
 
 # The package has a function of that name.
 self_test_module = importlib.import_module("lightning_smartinfinity.devices.smartssd.self_test")

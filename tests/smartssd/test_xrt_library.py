@@ -15,7 +15,7 @@ from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_c
 from lightning_smartinfinity.native import Card, CardError
 from tests.helpers.card_runs import setup_of
 from tests.helpers.native_testing import sync_from_card, sync_to_card
-from tests.native.fake_xrt import FakeXrt, build, without
+from tests.smartssd.fake_xrt import FakeXrt, build, without
 
 BDF = "0000:42:00.1"
 ENTRIES = (

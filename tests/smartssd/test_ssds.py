@@ -9,7 +9,7 @@ import pytest
 
 from lightning_smartinfinity import ConfigError
 from lightning_smartinfinity.devices.smartssd.discovery.ssds import all_ssds, ssd_of
-from tests.devices.fake_machine import Machine
+from tests.smartssd.fake_machine import Machine
 
 CONTROLLER = "pci0000:00/0000:00:01.0/0000:01:00.0"
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_smartinfinity import ConfigError, DeviceError, SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd.discovery.card_setup import paired_cards
-from tests.devices.fake_machine import Machine, smartssd
+from tests.smartssd.fake_machine import Machine, smartssd
 
 ANY = SmartSSDConfig()
 
