@@ -11,7 +11,7 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.integrations.stock_options import refuse_unknown
+from lightning_smartinfinity.settings.options import refuse_unknown
 from lightning_smartinfinity.settings.rules import FLAG, Rule, between, check, instance, number, optional
 
 __all__ = ["SharedOptions", "checked_options", "indexed_device", "swapped_precision", "take_options"]
@@ -56,7 +56,7 @@ _RULES = {
 }
 
 
-def take_options(strategy: Any, options: Mapping[str, Any], *, known: type, answers: Mapping[str, str]) -> None:
+def take_options(strategy: Any, options: Mapping[str, Any], *, known: type, remedies: Mapping[str, str]) -> None:
     """Set the attributes that ``DeepSpeedStrategy.__init__`` would have set.
 
     Our strategies skip that constructor. It imports deepspeed, which fixes the accelerator before the Trainer has
@@ -66,12 +66,12 @@ def take_options(strategy: Any, options: Mapping[str, Any], *, known: type, answ
         strategy: The strategy.
         options: Options that the user passed in addition to our own settings.
         known: TypedDict of the options that Lightning's strategy accepts.
-        answers: Messages for options whose remedy depends on the strategy.
+        remedies: What to write instead of other options.
 
     Raises:
         ConfigError: Options are unknown, or one is out of range; the message names them.
     """
-    refuse_unknown(type(strategy).__name__, options, known=known.__annotations__, answers=answers)
+    refuse_unknown(type(strategy).__name__, options, known=known.__annotations__, remedies=remedies)
     options = checked_options(type(strategy).__name__, options)
     for name, default in _DEFAULTS.items():
         setattr(strategy, name, options.get(name, default))

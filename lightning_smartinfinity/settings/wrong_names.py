@@ -19,8 +19,8 @@ Settings = TypeVar("Settings", bound=type)
 _ALMOST_EQUAL = 0.85
 # Words for memory, and the transfer settings that users mean by them. The most similar name may be that of a count.
 _MEANT = {
-    ("buffer", "buffers", "ring"): ("tasklet_bytes", "num_buffers"),
-    ("cache", "dram", "memory", "ram"): ("dram_cache_bytes",),
+    frozenset({"buffer", "buffers", "ring"}): ("tasklet_bytes", "num_buffers"),
+    frozenset({"cache", "dram", "memory", "ram"}): ("dram_cache_bytes",),
 }
 _PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -40,18 +40,10 @@ def did_you_mean(name: str, known: Iterable[str], *, written: Mapping[str, str] 
 def closest(name: str, known: Iterable[str]) -> list[str]:
     """Return the known words that an unknown one may mean: one, none, or the two settings of the ring."""
     words = list(known)
-    return (
-        difflib.get_close_matches(name, words, n=1, cutoff=_ALMOST_EQUAL)
-        or _meant(name, words)
-        or difflib.get_close_matches(name, words, n=1)
-    )
-
-
-def _meant(name: str, known: Iterable[str]) -> list[str]:
-    """Return the memory settings that the words of a name refer to, as far as they are known."""
     spoken = set(re.split("[^a-z]+", name.lower()))
-    settings = (each for words, meant in _MEANT.items() if spoken & set(words) for each in meant)
-    return [each for each in settings if each in known]
+    of_memory = [each for named, meant in _MEANT.items() if spoken & named for each in meant if each in words]
+    almost = difflib.get_close_matches(name, words, n=1, cutoff=_ALMOST_EQUAL)
+    return almost or of_memory or difflib.get_close_matches(name, words, n=1)
 
 
 def named_settings(settings: Settings) -> Settings:
@@ -63,6 +55,7 @@ def named_settings(settings: Settings) -> Settings:
     construct = decorated.__init__
     known = dict(list(inspect.signature(construct).parameters.items())[1:])
     most = sum(parameter.kind in _PLACES for parameter in known.values())
+    all_settings = f"Its settings are {', '.join(known)}."
     needed = [name for name, parameter in known.items() if parameter.default is parameter.empty]
 
     @functools.wraps(construct)  # keeps the signature visible to inspect
@@ -70,23 +63,18 @@ def named_settings(settings: Settings) -> Settings:
         owner = type(self).__name__
         if len(values) > most:
             listed = ", ".join(map(shown, values))
-            raise ConfigError(f"{owner}({listed}) has values without names.", _listed(known))
+            raise ConfigError(f"{owner}({listed}) has values without names.", all_settings)
         unknown = sorted(named.keys() - known.keys())
         if unknown:
-            raise ConfigError(
-                f"{owner} has no setting {unknown[0]!r}.", f"{did_you_mean(unknown[0], known)}{_listed(known)}"
-            )
+            remedy = f"{did_you_mean(unknown[0], known)}{all_settings}"
+            raise ConfigError(f"{owner} has no setting {unknown[0]!r}.", remedy)
         twice = [name for name in list(known)[: len(values)] if name in named]
         if twice:
             raise ConfigError(f"{owner} was given the setting {twice[0]!r} twice.", f"Pass {twice[0]}=... once.")
         missing = [name for name in needed[len(values) :] if name not in named]
         if missing:
-            raise ConfigError(f"{owner} needs the setting {missing[0]!r}.", f"Pass {missing[0]}=... {_listed(known)}")
+            raise ConfigError(f"{owner} needs the setting {missing[0]!r}.", f"Pass {missing[0]}=... {all_settings}")
         construct(self, *values, **named)
 
     decorated.__init__ = __init__
     return settings
-
-
-def _listed(known: Iterable[str]) -> str:
-    return f"Its settings are {', '.join(known)}."

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity import ConfigError
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
-from lightning_smartinfinity.integrations.transformers.options import _ANSWERS, _RENAMED
+from lightning_smartinfinity.settings.options import OF_TRANSFORMERS
 from tests.helpers.fresh_python import fresh_python
 from tests.huggingface.trained import arguments
 
@@ -82,10 +82,10 @@ def test_an_option_of_stock_deepspeed(name: str) -> None:
 
 def test_arguments_that_are_named_exist() -> None:
     """Every field of TrainingArguments that an answer names is one of the installed version."""
-    named = {name for answer in _ANSWERS.values() for name in re.findall(r"TrainingArguments\((\w+)=", answer)}
+    named = {name for remedy in OF_TRANSFORMERS.values() for name in re.findall(r"TrainingArguments\((\w+)=", remedy)}
     listed = {"bf16", "max_grad_norm", "gradient_accumulation_steps", "per_device_train_batch_size"}
-    assert named | listed | set(_RENAMED.values()) <= ARGUMENTS
-    assert all(name in _ANSWERS["config"] for name in listed)
+    assert named | listed <= ARGUMENTS
+    assert all(name in OF_TRANSFORMERS["config"] for name in listed)
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

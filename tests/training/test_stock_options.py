@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity import ConfigError, SmartInfinityFabricStrategy, SmartInfinityStrategy
 from lightning_smartinfinity.integrations.fabric.strategy import FabricOptions
-from lightning_smartinfinity.integrations.stock_options import OF_FABRIC, OF_TRAINER, what_to_write
 from lightning_smartinfinity.integrations.trainer.strategy import LightningOptions
+from lightning_smartinfinity.settings.options import OF_FABRIC, OF_TRAINER, refuse_unknown
 from lightning_smartinfinity.zero3 import prepare_environment
 
 DEFAULTS = {
@@ -58,14 +58,16 @@ def test_an_option_of_stock_deepspeed(name: str) -> None:
         assert not [word for word in FOREIGN[strategy] if word in caught.value.remedy]
 
 
-@pytest.mark.parametrize("answers", [OF_TRAINER, OF_FABRIC], ids=["Trainer", "Fabric"])
+@pytest.mark.parametrize("remedies", [OF_TRAINER, OF_FABRIC], ids=["Trainer", "Fabric"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_written_instead_is_taken(name: str, answers: dict[str, str]) -> None:
+def test_what_is_written_instead_is_taken(name: str, remedies: dict[str, str]) -> None:
     """The settings that an answer names are not refused in turn, neither here nor by DeepSpeed."""
     prepare_environment("cpu", local_world_size=1)
     from lightning_smartinfinity.zero3.setup.validation import check_zero_section
 
-    answer = what_to_write(name, value_of(name), known=(), answers=answers)
+    with pytest.raises(ConfigError) as caught:
+        refuse_unknown("Strategy", {name: value_of(name)}, remedies=remedies)
+    answer = caught.value.remedy
     found = {
         key: ast.literal_eval(text)
         for key, text in re.findall(r"\b(zero|transfer|storage)=(\{[^.]*?\}+|'[^']*')(?=[ ;,.:])", answer)

@@ -24,8 +24,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_smartinfinity.integrations.fabric.strategy import SmartInfinityFabricStrategy
-from lightning_smartinfinity.settings.zero_keys import ZERO_KEYS
-from lightning_smartinfinity.zero3.setup import section_keys
+from lightning_smartinfinity.settings.options import ACCEPTED, REFUSED_KEYS
 
 
 @pytest.mark.seam("check_zero_section, before the set-up")
@@ -43,12 +42,12 @@ def test_zero_section_has_the_fields_that_are_read() -> None:
 @pytest.mark.seam("wrong keys are answered before DeepSpeed may be imported")
 def test_zero_section_has_the_keys_that_are_listed() -> None:
     """We know every key of DeepSpeed's section and of its offload_param and leaf_module, and those only."""
-    listed = {*ZERO_KEYS, *section_keys._SECTIONS, *section_keys._ANSWERS}
+    listed = {*ACCEPTED["zero"], *REFUSED_KEYS}
     gone = {"super_offload", "mics_shard_size", "mics_hierarchical_params_gather"}
-    beside = {key for key, answer in section_keys._ANSWERS.items() if "beside the section" in answer.fault}
+    beside = {key for key, refusal in REFUSED_KEYS.items() if "beside the section" in refusal.fault}
     assert listed - gone - beside == _keys_of(DeepSpeedZeroConfig)
-    assert set(section_keys._SECTIONS["offload_param"]) == _keys_of(DeepSpeedZeroOffloadParamConfig)
-    assert set(section_keys._SECTIONS["leaf_module"]) == _keys_of(DeepSpeedZeroLeafModuleConfig)
+    assert set(ACCEPTED["offload_param"]) == _keys_of(DeepSpeedZeroOffloadParamConfig)
+    assert set(ACCEPTED["leaf_module"]) == _keys_of(DeepSpeedZeroLeafModuleConfig)
 
 
 def _keys_of(config: type[pydantic.BaseModel]) -> set[str]:

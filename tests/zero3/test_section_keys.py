@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, UnsupportedError
-from lightning_smartinfinity.zero3.setup.section_keys import check_keys
+from lightning_smartinfinity.settings.options import check_keys
 
 STATE = "optimizer state lies on storage. Leave it out: storage=... names the folders"
 ON_CPU = "Write zero={'offload_param': {'device': 'cpu'}}"

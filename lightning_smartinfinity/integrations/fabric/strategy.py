@@ -41,7 +41,6 @@ from lightning_smartinfinity.integrations.lightning_options import (
 )
 from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.integrations.session import NearStorage
-from lightning_smartinfinity.integrations.stock_options import OF_FABRIC
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
 from lightning_smartinfinity.resume.record import STORAGE, Recording
 from lightning_smartinfinity.settings import (
@@ -51,6 +50,7 @@ from lightning_smartinfinity.settings import (
     SmartSSDConfig,
     TransferConfig,
 )
+from lightning_smartinfinity.settings.options import OF_FABRIC
 from lightning_smartinfinity.settings.strategy import check_save_path, data_types, documents_settings, given_settings
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3.ranks.watchdog import awaiting_ranks
@@ -135,7 +135,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         )
         self._take_settings(settings)
         self.config = self._engine_config
-        take_options(self, options, known=FabricOptions, answers=OF_FABRIC)
+        take_options(self, options, known=FabricOptions, remedies=OF_FABRIC)
         self._backward_sync_control = _AlwaysSync()
         self._deepspeed_engine = None
         self._recording = Recording(

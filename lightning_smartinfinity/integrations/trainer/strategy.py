@@ -34,7 +34,6 @@ from lightning_smartinfinity.integrations.lightning_options import (
 )
 from lightning_smartinfinity.integrations.precision import SmartInfinityPrecision
 from lightning_smartinfinity.integrations.session import NearStorage
-from lightning_smartinfinity.integrations.stock_options import OF_TRAINER
 from lightning_smartinfinity.integrations.trainer import shutdown as ending
 from lightning_smartinfinity.integrations.trainer.callback_support import (
     accumulates,
@@ -66,6 +65,7 @@ from lightning_smartinfinity.settings import (
     SmartSSDConfig,
     TransferConfig,
 )
+from lightning_smartinfinity.settings.options import OF_TRAINER
 from lightning_smartinfinity.settings.strategy import check_save_path, data_types, documents_settings, given_settings
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3.ranks.watchdog import awaiting_ranks, saving
@@ -156,7 +156,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         )
         self._take_settings(settings)
         self.config = self._engine_config
-        take_options(self, options, known=LightningOptions, answers=OF_TRAINER)
+        take_options(self, options, known=LightningOptions, remedies=OF_TRAINER)
         self._recording = FitRecording()
         self._end_search = admit_batch_size_search(self)
         self._books: CheckpointBooks | None = None

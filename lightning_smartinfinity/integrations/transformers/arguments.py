@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,13 +14,31 @@ import torch
 from lightning_smartinfinity.common.transformers_models import models_in
 from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.settings.options import OF_TRANSFORMERS
 
-__all__ = ["Arguments", "check_arguments", "has_adapters", "has_rule", "job_of", "refuse_quantized"]
+__all__ = [
+    "Arguments",
+    "argument_remedies",
+    "check_arguments",
+    "has_adapters",
+    "has_rule",
+    "job_of",
+    "refuse_quantized",
+]
 
 Arguments: TypeAlias = Any
 """``transformers.TrainingArguments``; transformers is an optional dependency."""
 
 _RULED = frozenset(name.lower() for rule in RULES for name in rule.optimizers)
+
+
+def argument_remedies() -> dict[str, str]:
+    """Return what to write instead of options of SmartInfinityTraining that do not exist."""
+    try:
+        arguments = [field.name for field in fields(importlib.import_module("transformers").TrainingArguments)]
+    except ImportError:  # entering the context raises an error about the missing package
+        arguments = []
+    return {name: f"Pass TrainingArguments({name}=$value)." for name in arguments} | OF_TRANSFORMERS
 
 
 def check_arguments(args: Arguments) -> None:

@@ -22,13 +22,13 @@ from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.integrations.session import NearStorage
 from lightning_smartinfinity.integrations.transformers.arguments import (
     Arguments,
+    argument_remedies,
     check_arguments,
     has_adapters,
     job_of,
     refuse_quantized,
 )
 from lightning_smartinfinity.integrations.transformers.launch import launched
-from lightning_smartinfinity.integrations.transformers.options import refuse_options
 from lightning_smartinfinity.integrations.transformers.resume import (
     begin_checkpoint,
     checkpoint_to_resume,
@@ -57,6 +57,7 @@ from lightning_smartinfinity.settings import (
     SmartSSDConfig,
     TransferConfig,
 )
+from lightning_smartinfinity.settings.options import refuse_unknown
 from lightning_smartinfinity.settings.rules import check, instance
 from lightning_smartinfinity.settings.strategy import data_types, documents_settings, given_settings
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
@@ -119,7 +120,8 @@ class SmartInfinityTraining(NearStorage):
         weights_only: bool = True,
         **unknown: Any,
     ) -> None:
-        refuse_options(type(self).__name__, unknown)
+        if unknown:
+            refuse_unknown(type(self).__name__, unknown, remedies=argument_remedies())
         settings = given_settings(
             type(self).__name__,
             storage=storage,

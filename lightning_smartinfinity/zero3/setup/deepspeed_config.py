@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping
 
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.settings.options import check_keys
 from lightning_smartinfinity.settings.rules import STRATEGY, as_passed
-from lightning_smartinfinity.zero3.setup.section_keys import check_keys
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 __all__ = ["FOLLOWS_FROM_BUDGET", "build_deepspeed_config"]
