@@ -58,7 +58,7 @@ def stored_state(folder: Path, kernel: Kernel, arrays: tuple[Array, ...]) -> Ite
 
 def update(stored: StoredState, kernel: Kernel, binding: DescribedCard, run: Run) -> Failure | None:
     options = CardOptions(
-        card=Card(binding), kernel=kernel.name, gradient_bytes=1 << 16, parameter_bytes=1 << 16, timeout_ms=1000
+        card=Card(binding), kernel=kernel.name, gradient_buffer_bytes=1 << 16, parameter_bytes=1 << 16, timeout_ms=1000
     )
     pipeline = Pipeline(
         files=stored.files,
