@@ -5,6 +5,6 @@ The room is below ``zero3`` and above ``pipeline``. It shares the storage device
 
 from lightning_smartinfinity.activations.offloading import OffloadedActivations, paused
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
-from lightning_smartinfinity.activations.tuning.learning import FIRST_SETTLED_FORWARD
+from lightning_smartinfinity.activations.tuning.tuner import FIRST_SETTLED_FORWARD
 
 __all__ = ["FIRST_SETTLED_FORWARD", "ActivationTraffic", "OffloadedActivations", "paused"]

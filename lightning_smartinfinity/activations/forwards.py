@@ -138,6 +138,11 @@ class Forward:
         """Time of forward and backward, with waits for storage."""
         return self.busy_seconds + self.held_up_seconds + self.waited_seconds
 
+    @property
+    def seconds_without_hooks(self) -> float:
+        """Time of forward and backward without the time of hooks; above zero, although hooks also run outside it."""
+        return max(self.seconds - self.hook_seconds, _LEAST_SECONDS)
+
     def oldest(self) -> Entry | None:
         """Return the oldest entry that may still leave."""
         while self.window:

@@ -18,8 +18,8 @@ from lightning_smartinfinity.activations.packing import Packing, tensors_in
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 from lightning_smartinfinity.activations.tuning.choice import Choice
-from lightning_smartinfinity.activations.tuning.hook_costs import HookCosts, SmallForwards
-from lightning_smartinfinity.activations.tuning.learning import Lessons
+from lightning_smartinfinity.activations.tuning.hooks import HookChoice
+from lightning_smartinfinity.activations.tuning.tuner import Tuner
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.settings import (
     ActivationOffload,
@@ -89,12 +89,11 @@ class OffloadedActivations:
         self._settings = activation_offload(settings, owner=_OWNER, setting="settings") or ActivationOffload()
         self.module, self._gather, self._notes_failures = module, gather, notes_failures
         self._store = ActivationStore(self._settings, found, transfer=transfer_config(transfer, owner=_OWNER))
-        self._lessons = Lessons(self._settings, self._store)
+        self._tuner = Tuner(self._settings, self._store)
+        self._hook_choice = HookChoice(self._tuner, self._store)
         self._last: Forward | None = None
         self.hidden_bytes = 0
         """Bytes so far that somebody else was seen to keep for backward, where no hook sees them."""
-        self._small_forwards = SmallForwards(skips=self._settings.budget_bytes is None)
-        self._hook_costs = HookCosts(self._lessons, self._store)
         _stay_uncompiled()
 
     def open(self) -> None:
@@ -123,16 +122,16 @@ class OffloadedActivations:
         self._store.open()
         last, self._last = self._last, None
         if last is not None:
-            self._hook_costs.learn(last)
-            self._lessons.learn(last)
+            self._hook_choice.learn(last)
+            self._tuner.learn(last)
         settings, tensors = self._settings, tensors_in(batch)
         assert not isinstance(settings.min_bytes, str), "a size given as text is kept as bytes"
         kind = self._kind_of(tensors) if tensors else None
-        if kind is not None and not (self._small_forwards.begin_forward(kind) and self._hook_costs.begin_forward(kind)):
+        if not self._hook_choice.begin_forward(kind):
             yield
-            self._hook_costs.end_forward()
+            self._hook_choice.end_forward()
             return
-        plan = self._lessons.plan
+        plan = self._tuner.plan
         is_measured = bool(plan.sizes) and not plan.is_chosen
         clock = self._store.start_clock() if is_measured else None
         forward = Forward(plan=plan, kind=kind, began=time.perf_counter(), clock=clock)
@@ -162,9 +161,7 @@ class OffloadedActivations:
             with self._store.lock:
                 self._store.end(forward)
         self._last = forward
-        self._hook_costs.end_forward()
-        if kind is not None and not forward.sizes:
-            self._small_forwards.learn(kind, num_passed=packing.num_passed)
+        self._hook_choice.end_forward(forward, num_passed=packing.num_passed)
 
     @property
     def host_bytes(self) -> int:
@@ -190,7 +187,7 @@ class OffloadedActivations:
     @property
     def choice(self) -> Choice | None:
         """Choice of what is offloaded; None until it was made, after the second or third forward."""
-        return self._lessons.choice
+        return self._tuner.choice
 
     def take_failure(self) -> SmartInfinityError | None:
         """Return why something could not be written or read, if so, and forget it.

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning import tuner
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take all forwards for too short to be compared, so that no test depends on how busy the machine is."""
-    monkeypatch.setattr(lessons, "_LEAST_SECONDS", math.inf)
+    monkeypatch.setattr(tuner, "_LEAST_SECONDS", math.inf)

@@ -13,7 +13,7 @@ import torch
 from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations.forwards import Forward, Plan
 from lightning_smartinfinity.activations.rates import Rates
-from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning import tuner
 from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
 from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit, MemoryReport
 from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
@@ -78,7 +78,7 @@ def test_the_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
         peak_bytes=7_000_000,
     )
     with caplog.at_level("INFO", logger="lightning_smartinfinity.activations"):
-        lessons._tell(choice, last, rates)
+        tuner._log_choice(choice, last, rates)
     assert caplog.messages == [
         "Of 11.0 MB that forward saves, 5.0 MB are offloaded and 6.0 MB are kept. For that 2.5 MB/s have to "
         "leave; storage was seen to write 3.0 MB/s and to read 4.0 MB/s. Predicted: 0.125 s of waits in backward, "
@@ -145,18 +145,18 @@ def offloaded_by_step(
     """
     nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
     if seconds is not None:
-        monkeypatch.setattr(lessons, "_LEAST_SECONDS", 0.1)
+        monkeypatch.setattr(tuner, "_LEAST_SECONDS", 0.1)
     x, offloaded = torch.randn(1024, requires_grad=True), list[int]()
 
     def choose(profile: Profile, *, most_bytes: int | None, **_: Any) -> Choice:
         pay = len(profile.sizes)
         return Choice(num_offloaded=pay if most_bytes is None else min(pay, most_bytes // x.nbytes), **nothing)
 
-    monkeypatch.setattr(lessons, "choose", choose)
+    monkeypatch.setattr(tuner, "choose", choose)
     with opened(folder, ActivationOffload(min_bytes=1)) as activations:
         for number in range(steps):
             with activations.forward(x):  # learns from the step before
-                offloaded.append(activations._lessons.plan.offloaded_bytes // x.nbytes)
+                offloaded.append(activations._tuner.plan.offloaded_bytes // x.nbytes)
                 y = x
                 for _ in range(pays + 1 + number % 2 * longer):
                     y = y.sin()
@@ -178,7 +178,7 @@ def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pyt
 
 def test_what_was_lessened_is_chosen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single wait does not keep memory in use for ever; where waits come back, it is tried ever more rarely."""
-    monkeypatch.setattr(lessons, "_PATIENCE", 3)
+    monkeypatch.setattr(tuner, "_PATIENCE", 3)
     offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=4, steps=19, waits=lambda planned: planned == 4)
     assert offloaded == [0, 0, 4, *3 * [3], 4, *6 * [3], 4, *5 * [3]]
 
@@ -193,7 +193,7 @@ def test_less_is_offloaded_where_it_slows_the_processor(tmp_path: Path, monkeypa
 
     It is chosen again as after waits.
     """
-    monkeypatch.setattr(lessons, "_PATIENCE", 4)
+    monkeypatch.setattr(tuner, "_PATIENCE", 4)
     offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=12, steps=15, seconds=seconds_on_a_busy_processor)
     assert offloaded == [0, 0, 0, *3 * [12], *4 * [2], *3 * [12], 2, 2]
 
@@ -223,7 +223,7 @@ def test_steps_that_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     total = 1 << 42  # of which a quarter stays free
     limits = {"machine": MemoryLimit(total, total), "group": MemoryLimit(total, total // 4 + free)}
     report = MemoryReport(machine="", limits=limits, reserved=0)
-    monkeypatch.setattr(lessons, "measure_memory", lambda *, reserved: report)
+    monkeypatch.setattr(tuner, "measure_memory", lambda *, reserved: report)
     offloaded = offloaded_by_step(
         tmp_path, monkeypatch, pays=12, steps=8, seconds=lambda planned: factor * seconds_on_a_busy_processor(planned)
     )

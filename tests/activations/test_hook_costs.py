@@ -12,7 +12,7 @@ import torch
 
 from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
-from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning import tuner
 from tests.activations.models import opened
 
 NUM_TINY = 500
@@ -68,9 +68,9 @@ def test_hooks_that_do_not_pay(
     num_with_hooks: int | None,
 ) -> None:
     """With ``keep="auto"``, they are left out after the forward that keeps everything, if there is memory for that."""
-    monkeypatch.setattr(lessons, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(tuner, "_LEAST_SECONDS", 0.0)
     if not has_memory:
-        monkeypatch.setattr(lessons, "_SHARE_OF_MEMORY", 1 << 60)
+        monkeypatch.setattr(tuner, "_SHARE_OF_MEMORY", 1 << 60)
     had_hooks = []
     with opened(tmp_path, settings) as activations:
         for numel in [*FIRST_SETTLED_FORWARD * [4096], 8192]:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations.rates import Rates
-from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning import tuner
 from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
 from tests.activations.models import drop_memory, everything, finish_writes, opened
 from tests.helpers.native_testing import Throttle
@@ -78,7 +78,7 @@ def test_storage_that_becomes_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     all_but_one = Choice(
         num_offloaded=ENTRIES - 1, offloaded_bytes=0, kept_bytes=0, seconds=0.0, stall_seconds=0.0, peak_bytes=0
     )
-    monkeypatch.setattr(lessons, "choose", lambda profile, **others: profiles.append(profile) or all_but_one)
+    monkeypatch.setattr(tuner, "choose", lambda profile, **others: profiles.append(profile) or all_but_one)
     with opened(tmp_path, ActivationOffload(min_bytes=1, host_bytes=2 * NBYTES)) as offloaded:
         store = offloaded._store
         throttle = Throttle(store.files.core, store.files._files.files)
@@ -116,8 +116,8 @@ def test_storage_that_was_slow(
         is_fast = min(profile.write_rate, profile.read_rate) > 2 * rate
         return Choice(num_offloaded=is_fast * (ENTRIES - 1), **nothing)
 
-    monkeypatch.setattr(lessons, "choose", all_but_one_or_none)
-    monkeypatch.setattr(lessons, "_PATIENCE", 3)
+    monkeypatch.setattr(tuner, "choose", all_but_one_or_none)
+    monkeypatch.setattr(tuner, "_PATIENCE", 3)
     offloaded = []
     with opened(tmp_path, ActivationOffload(min_bytes=1, host_bytes=2 * nbytes)) as activations:
         store = activations._store
@@ -127,7 +127,7 @@ def test_storage_that_was_slow(
             is_slow = slow_from <= step < slow_from + 6  # until it was tried again in vain
             throttle.bytes_per_second = rate if is_slow else 0
             with activations.forward(x):  # learns from the step before
-                offloaded.append(activations._lessons.plan.offloaded_bytes // nbytes)
+                offloaded.append(activations._tuner.plan.offloaded_bytes // nbytes)
                 y = x
                 for _ in range(ENTRIES):
                     y = (y * 2).sin()

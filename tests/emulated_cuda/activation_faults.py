@@ -19,7 +19,7 @@ import torch
 from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.activations.cuda.copies import DeviceCopies, _Direction, _streams
-from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning import tuner
 from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.native import CudaEvent
@@ -431,7 +431,7 @@ def test_waits_for_copies_are_left_out(
 ) -> None:
     """Backward is not measured to be slow because copies were late, and the host waits for none of them."""
     profiles: list[Profile] = []
-    monkeypatch.setattr(lessons, "choose", lambda profile, **_: profiles.append(profile) or NOTHING)
+    monkeypatch.setattr(tuner, "choose", lambda profile, **_: profiles.append(profile) or NOTHING)
     with opened(tmp_path, everything()) as offloaded:
         gradient(*saved(offloaded))
         x, loss = saved(offloaded)

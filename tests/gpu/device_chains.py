@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, OffloadedActivations
-from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning import tuner
 from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
 from tests.activations.chains import chain
 
@@ -54,7 +54,7 @@ def profiles_of(monkeypatch: pytest.MonkeyPatch, *, kept: int) -> list[Profile]:
         profiles.append(profile)
         return Choice(num_offloaded=max(0, len(profile.sizes) - kept), **costs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(lessons, "choose", choose)
+    monkeypatch.setattr(tuner, "choose", choose)
     return profiles
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
-from lightning_smartinfinity.activations.tuning import hook_costs
+from lightning_smartinfinity.activations.tuning import hooks
 from tests.activations.models import everything, opened
 from tests.gpu.device_chains import profiles_of, run, tiny_chain
 from tests.helpers.runif import RunIf
@@ -37,7 +37,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which steps are compared."""
     clock = Clock()
-    monkeypatch.setattr(hook_costs, "time", clock)
+    monkeypatch.setattr(hooks, "time", clock)
     return clock
 
 
@@ -138,7 +138,7 @@ def test_room_for_all_forwards_before_a_backward(tmp_path: Path, monkeypatch: py
     """Where several come before a backward, all that they save must fit into the device."""
     with opened(tmp_path, everything(**AUTO)) as offloaded:
         monkeypatch.setattr(
-            torch.cuda, "mem_get_info", lambda device: (2 * offloaded._lessons.plan.offloaded_bytes, 1 << 40)
+            torch.cuda, "mem_get_info", lambda device: (2 * offloaded._tuner.plan.offloaded_bytes, 1 << 40)
         )
         monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.max_memory_allocated)
         had = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
-from lightning_smartinfinity.activations.tuning import learning as lessons
+from lightning_smartinfinity.activations.tuning import tuner
 from lightning_smartinfinity.activations.tuning.choice import Profile
 from tests.activations.chains import chain
 from tests.activations.models import everything, opened
@@ -151,8 +151,8 @@ def peak(step: Callable[[], None]) -> int:
 def test_sizes_that_change_are_measured_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The times of a larger batch are not those of a host that is ahead."""
     profiles: list[Profile] = []
-    real = lessons.choose
-    monkeypatch.setattr(lessons, "choose", lambda profile, **kw: profiles.append(profile) or real(profile, **kw))
+    real = tuner.choose
+    monkeypatch.setattr(tuner, "choose", lambda profile, **kw: profiles.append(profile) or real(profile, **kw))
     with opened(tmp_path, everything(host_bytes=4 * LENGTH * NBYTES)) as offloaded:
         for number in range(8):
             run(offloaded, slow_chain, torch.randn(NUMEL * (1 + (number > 3)), requires_grad=True))[1].backward()

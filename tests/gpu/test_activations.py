@@ -130,7 +130,7 @@ def test_what_was_changed_before_it_left(tmp_path: Path, leaves_first: bool) -> 
         for _ in range(3):
             x = torch.randn(BLOCK // 4, requires_grad=True)
             # The tensor leaves when newer ones push it out, and nothing is measured, which would wait for the device.
-            offloaded._lessons.plan, offloaded._last = Plan(kept_bytes=4 * BLOCK, chosen_for=BLOCK), None
+            offloaded._tuner.plan, offloaded._last = Plan(kept_bytes=4 * BLOCK, chosen_for=BLOCK), None
             with offloaded.forward(x):
                 y = x * 1
                 unused = y.sin()
