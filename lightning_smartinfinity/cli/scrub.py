@@ -82,10 +82,10 @@ def _nothing(sentence: str) -> None:
 
 
 def _scrub(options: argparse.Namespace, show: Show, say: Callable[[str], None]) -> Found:
-    from lightning_smartinfinity.storage.io.deadlines import unless_idle
+    from lightning_smartinfinity.storage.io.files import limited
 
     paths, name = options.paths, options.job
-    found = unless_idle(lambda: [job for path in paths for job in _jobs_at(path)], doing="Looking at", path=paths[0])
+    found = limited("Looking at", paths[0], lambda: [job for path in paths for job in _jobs_at(path)])
     jobs = [job for job in found if name in (None, job.name)]
     if jobs:
         return scrub_jobs(jobs, show=show, say=say)

@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity.errors import (
@@ -25,7 +24,8 @@ from lightning_smartinfinity.storage.folders.replacement import (
     put_in_place,
 )
 from lightning_smartinfinity.storage.folders.staging_folder import locked, remove_content
-from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle
+from lightning_smartinfinity.storage.io.deadlines import doing_now
+from lightning_smartinfinity.storage.io.files import bounded, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
 __all__ = ["require_folder", "require_outside", "require_room", "require_unused", "resolved", "staged"]
@@ -105,7 +105,7 @@ def require_room(target: Path, num_bytes: int) -> None:
         StorageTimeoutError: The disk does not answer.
         StorageError: No file can be written there.
     """
-    existing, status = unless_idle(partial(_room, target), doing="Looking for free space for", path=target)
+    existing, status = _room(target)
     free = status.f_bavail * status.f_frsize
     if status.f_blocks == 0:  # size unknown, as for /proc and some network file systems
         _require_writable(existing, target)
@@ -116,6 +116,7 @@ def require_room(target: Path, num_bytes: int) -> None:
         )
 
 
+@bounded("Looking for free space for")
 def _room(target: Path) -> tuple[Path, os.statvfs_result]:
     existing = next(parent for parent in Path(os.path.realpath(target)).parents if parent.exists())
     with storage_errors("Looking for free space in", existing):
@@ -156,16 +157,16 @@ def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
     staging = beside(place)
     new = staging / place.name
     with storage_errors("Writing the export", target), locked(staging, target):
-        unless_idle(partial(_begin, staging, place), doing="Preparing", path=target)
+        limited("Preparing", target, _begin, staging, place)
         if not keeps_others:
             require_unused(target)
         try:
             yield new
-            put = partial(_put, new, place, target, keeps_others=keeps_others)
-            unless_idle(put, doing="Replacing" if keeps_others else "Making", path=target)
+            doing = "Replacing" if keeps_others else "Making"
+            limited(doing, target, _put, new, place, target, keeps_others=keeps_others)
         finally:
             with suppress(StorageTimeoutError):
-                unless_idle(partial(put_back, staging, place), doing="Looking at", path=target)
+                limited("Looking at", target, put_back, staging, place)
 
 
 def _begin(staging: Path, place: Path) -> None:

@@ -11,13 +11,12 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import OpenFile, limited
 from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import TensorSpec
 
 __all__ = ["SafetensorsFile"]
@@ -59,17 +58,15 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorSpec]) -> None:
-        self._path = path
         self._tensors = tensors
         self._unwritten = {name: spec.nbytes for name, spec in tensors.items()}
-        self._unflushed_bytes = 0
         header, self._offsets = _layout(tensors)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        self._file = OpenFile(path, flags, doing="Creating", cached_bytes=_UNFLUSHED_BYTES)
         try:
             total = len(header) + sum(self._unwritten.values())
-            allocate = partial(os.posix_fallocate, self._descriptor, 0, total)
-            unless_idle(allocate, doing=f"Allocating {total} bytes for", path=path)
-            self._write_at(0, memoryview(header))
+            limited(f"Allocating {total} bytes for", path, os.posix_fallocate, self._file.descriptor, 0, total)
+            self._file.write_all(memoryview(header), 0)
         except BaseException:
             self.abandon()
             raise
@@ -87,35 +84,18 @@ class SafetensorsFile:
         """
         assert values.dtype == self._tensors[name].dtype
         content = values.contiguous().flatten().view(torch.uint8).numpy().data
-        self._write_at(self._offsets[name] + begin * values.element_size(), content)
+        self._file.write_all(content, self._offsets[name] + begin * values.element_size())
         self._unwritten[name] -= content.nbytes
 
     def close(self) -> None:
         """Flush and close the file, which must be complete."""
         assert not any(self._unwritten.values()), f"not all elements were written: {self._unwritten}"
-        self._flush()
+        self._file.flush()
         self.abandon()
 
     def abandon(self) -> None:
         """Close the file as it is; idempotent."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def _write_at(self, offset: int, content: memoryview) -> None:
-        while content.nbytes:
-            write = partial(os.pwrite, self._descriptor, content, offset)
-            done = unless_idle(write, doing="Writing", path=self._path)
-            offset, content = offset + done, content[done:]
-            self._unflushed_bytes += done
-        if self._unflushed_bytes >= _UNFLUSHED_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        # A large file would displace all other data in the page cache.
-        unless_idle(partial(os.fdatasync, self._descriptor), doing="Flushing", path=self._path)
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        self._unflushed_bytes = 0
+        self._file.close()
 
 
 def _layout(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:

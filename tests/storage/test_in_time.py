@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,14 @@ from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.storage.folders.replacement import flush_tree
 from lightning_smartinfinity.storage.folders.staging_folder import locked
 from lightning_smartinfinity.storage.io import deadlines as calls
-from lightning_smartinfinity.storage.io.deadlines import doing_now, in_time, io_limit, unless_idle, when_returned
+from lightning_smartinfinity.storage.io.deadlines import doing_now, in_time, io_limit, when_returned
 from lightning_smartinfinity.storage.state import state_store
 from tests.helpers.silent_disk import SECONDS, SilentDisk, gives_up
 from tests.helpers.waiting import LIMIT, await_that, lenient
 from tests.native.test_interrupt import interrupted
 from tests.storage.makers import commit_generation, create, write_generation
+
+strictly = partial(in_time, renews=False)
 
 
 @pytest.fixture
@@ -39,9 +42,9 @@ def answer() -> Iterator[threading.Event]:
 
 def test_what_returns(tmp_path: Path) -> None:
     """The result, or the error, is that of the function."""
-    assert in_time(lambda: 7, doing="Asking", path=tmp_path / "file") == 7
+    assert strictly(lambda: 7, doing="Asking", path=tmp_path / "file") == 7
     with pytest.raises(OSError, match="gone"):
-        in_time(lambda: (_ for _ in ()).throw(OSError("gone")), doing="Asking", path=tmp_path / "file")
+        strictly(lambda: (_ for _ in ()).throw(OSError("gone")), doing="Asking", path=tmp_path / "file")
 
 
 class Held:
@@ -51,14 +54,14 @@ class Held:
 def ends_in_an_error(path: Path) -> weakref.ref[Held]:
     held = Held()
     with suppress(OSError):
-        in_time(lambda: (_ for _ in ()).throw(OSError("gone")), doing="Asking", path=path)
+        strictly(lambda: (_ for _ in ()).throw(OSError("gone")), doing="Asking", path=path)
     return weakref.ref(held)
 
 
 def ends_by_an_interrupt(path: Path) -> weakref.ref[Held]:
     held = Held()
     with interrupted():
-        in_time(lambda: time.sleep(0.3), doing="Asking", path=path)
+        strictly(lambda: time.sleep(0.3), doing="Asking", path=path)
     return weakref.ref(held)
 
 
@@ -75,23 +78,23 @@ def test_what_raises_keeps_nothing(tmp_path: Path, call: Callable[[Path], weakre
 def test_files_that_the_garbage_collector_closes(tmp_path: Path) -> None:
     """It may do so in the thread that looks for calls which have not returned."""
     with calls._given_up_lock:
-        assert in_time(lambda: 7, doing="Closing", path=tmp_path / "file") == 7
+        assert strictly(lambda: 7, doing="Closing", path=tmp_path / "file") == 7
 
 
 def test_what_does_not_return(tmp_path: Path, answer: threading.Event) -> None:
     """The error has the path and the seconds. Later calls for the folder are refused until the first returns."""
     seconds, path = lenient(0.2), tmp_path / "a" / "file"
     with pytest.raises(StorageTimeoutError, match=f"Flushing '{path}' did not return within {seconds:g} s") as caught:
-        in_time(answer.wait, doing="Flushing", path=path, seconds=seconds)
+        strictly(answer.wait, doing="Flushing", path=path, seconds=seconds)
     assert "io_timeout" in caught.value.remedy
     with pytest.raises(StorageTimeoutError, match="has not answered an earlier call"):
-        in_time(lambda: 7, doing="Asking", path=path)
-    assert in_time(lambda: 7, doing="Asking", path=tmp_path / "b" / "file") == 7
+        strictly(lambda: 7, doing="Asking", path=path)
+    assert strictly(lambda: 7, doing="Asking", path=tmp_path / "b" / "file") == 7
     answer.set()
 
     def answers() -> bool:
         try:
-            return in_time(lambda: 7, doing="Asking", path=path) == 7
+            return strictly(lambda: 7, doing="Asking", path=path) == 7
         except StorageTimeoutError:
             return False
 
@@ -105,7 +108,7 @@ def test_what_was_given_up_before_it_began(
     monkeypatch.setattr(calls, "counters_of", lambda path: answer.wait() and None)
     done, released, before = [], [], time.monotonic()
     with pytest.raises(StorageTimeoutError):
-        unless_idle(lambda: done.append(1), doing="Writing", path=tmp_path / "a" / "file", seconds=0.2)
+        in_time(lambda: done.append(1), doing="Writing", path=tmp_path / "a" / "file", seconds=0.2)
     when_returned(lambda: released.append(1), since=before)
     time.sleep(0.1)
     assert not released
@@ -124,19 +127,19 @@ def test_a_thread_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(threading.Thread, "_bootstrap", begin)
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    assert in_time(lambda: 7, doing="Asking", path=tmp_path / "a" / "file") == 7
+    assert strictly(lambda: 7, doing="Asking", path=tmp_path / "a" / "file") == 7
     monkeypatch.setattr(calls._Call, "make", begin)
     with pytest.raises(StorageTimeoutError, match="did not return"):
-        in_time(lambda: 7, doing="Asking", path=tmp_path / "b" / "file", seconds=0.2)
+        strictly(lambda: 7, doing="Asking", path=tmp_path / "b" / "file", seconds=0.2)
 
 
 def test_an_interrupt_shortens_the_wait(tmp_path: Path, answer: threading.Event) -> None:
     """After Ctrl-C a call gets three more seconds. One that returns is not cut short."""
     with interrupted():
-        in_time(answer.wait, doing="Asking", path=tmp_path / "a" / "file", seconds=10 * LIMIT)
+        strictly(answer.wait, doing="Asking", path=tmp_path / "a" / "file", seconds=10 * LIMIT)
     done = []
     with interrupted():
-        in_time(lambda: (time.sleep(0.5), done.append(1)), doing="Asking", path=tmp_path / "b" / "file")
+        strictly(lambda: (time.sleep(0.5), done.append(1)), doing="Asking", path=tmp_path / "b" / "file")
     assert done == [1]
 
 
@@ -173,7 +176,7 @@ def test_a_disk_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk
         return number
 
     monkeypatch.setattr(calls, "completed_requests", count)
-    assert unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path, seconds=0.1)
+    assert in_time(disk.answers.wait, doing="Flushing", path=tmp_path, seconds=0.1)
 
 
 def test_a_disk_that_works_after_an_interrupt(
@@ -183,7 +186,7 @@ def test_a_disk_that_works_after_an_interrupt(
     counts = itertools.count()
     monkeypatch.setattr(calls, "completed_requests", lambda _: next(counts))
     with interrupted():
-        unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path / "a" / "b", seconds=10 * LIMIT)
+        in_time(disk.answers.wait, doing="Flushing", path=tmp_path / "a" / "b", seconds=10 * LIMIT)
 
 
 def test_a_disk_that_works_for_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SilentDisk) -> None:
@@ -192,7 +195,7 @@ def test_a_disk_that_works_for_others_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(calls, "completed_requests", lambda _: next(counts))
     began = time.monotonic()
     with pytest.raises(StorageTimeoutError):
-        unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=0.1)
+        in_time(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=0.1)
     assert time.monotonic() - began > 40 * 0.1
 
 
@@ -210,7 +213,7 @@ def test_a_process_that_is_to_end(
     monkeypatch.setattr(native, "note_given_up", waited.append)
     native.ask_to_end()
     with pytest.raises(StorageTimeoutError):
-        unless_idle(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=0.5)
+        in_time(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=0.5)
     assert 0.5 <= waited[0] <= 0.6
 
 
@@ -223,16 +226,16 @@ def test_another_disk_beside_one_that_does_not_answer(
     first, second = tmp_path / "first disk", tmp_path / "second"
     mounts.write_text(f"/dev/a / ext4 rw 0 0\n/dev/b {first} ext4 rw 0 0\n".replace("first disk", "first\\040disk"))
     with pytest.raises(StorageTimeoutError):
-        unless_idle(disk.answers.wait, doing="Looking at", path=first, seconds=SECONDS)
-    assert unless_idle(lambda: 7, doing="Looking at", path=second) == 7
+        in_time(disk.answers.wait, doing="Looking at", path=first, seconds=SECONDS)
+    assert in_time(lambda: 7, doing="Looking at", path=second) == 7
     with pytest.raises(StorageTimeoutError, match="has not answered an earlier call"):
-        unless_idle(lambda: 7, doing="Looking at", path=first)
+        in_time(lambda: 7, doing="Looking at", path=first)
 
 
 def test_a_save_after_a_disk_that_does_not_answer(tmp_path: Path, disk: SilentDisk) -> None:
     """A call that was given up on another disk keeps no lock of a later save."""
     with pytest.raises(StorageTimeoutError):
-        unless_idle(disk.answers.wait, doing="Reading", path=tmp_path / "other" / "a", seconds=SECONDS)
+        in_time(disk.answers.wait, doing="Reading", path=tmp_path / "other" / "a", seconds=SECONDS)
     with locked(tmp_path / "staging", tmp_path / "target") as lock:
         lock.leaves_content = True
     with locked(tmp_path / "staging", tmp_path / "target"):
@@ -244,14 +247,14 @@ def test_what_comes_too_late_is_undone(tmp_path: Path, disk: SilentDisk) -> None
     """A result is undone if it comes after the call was given up or interrupted; otherwise the caller has it."""
     undone: list[object] = []
     with pytest.raises(StorageTimeoutError):
-        unless_idle(disk.answers.wait, doing="Opening", path=tmp_path / "a", seconds=SECONDS, undo=undone.append)
+        in_time(disk.answers.wait, doing="Opening", path=tmp_path / "a", seconds=SECONDS, undo=undone.append)
     assert not undone
     disk.answer()
     assert undone == [True]
     with interrupted():
-        unless_idle(lambda: time.sleep(0.5), doing="Opening", path=tmp_path / "a", undo=undone.append)
+        in_time(lambda: time.sleep(0.5), doing="Opening", path=tmp_path / "a", undo=undone.append)
     assert undone == [True, None]
-    assert unless_idle(lambda: 7, doing="Opening", path=tmp_path / "a", undo=undone.append) == 7
+    assert in_time(lambda: 7, doing="Opening", path=tmp_path / "a", undo=undone.append) == 7
     assert undone == [True, None]
 
 
@@ -269,7 +272,7 @@ def test_a_call_of_many_steps(tmp_path: Path, disk: SilentDisk) -> None:
             os.sync()
 
     with gives_up(tmp_path / "file", "Flushing"):
-        unless_idle(work, doing="Working on", path=tmp_path / "file", seconds=SECONDS)
+        in_time(work, doing="Working on", path=tmp_path / "file", seconds=SECONDS)
     assert len(begun) == 8
 
 

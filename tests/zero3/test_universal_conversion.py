@@ -197,7 +197,7 @@ def test_a_disk_that_is_full(checkpoint: Path, tmp_path: Path, monkeypatch: pyte
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensor_file.TensorFile, "write_at", full)
+    monkeypatch.setattr(tensor_file.TensorFile, "write_all", full)
     with pytest.raises(CheckpointError, match=r"new could not be written: .*No space") as caught:
         convert_checkpoint(checkpoint, tmp_path / "new")
     assert "Free space" in caught.value.remedy

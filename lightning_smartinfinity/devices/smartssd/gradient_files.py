@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.storage.folders.direct import adopt_descriptor, make_direct
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import bounded
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
 __all__ = ["open_gradient_file"]
@@ -31,15 +30,15 @@ def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> nativ
         StorageTimeoutError: The disk does not answer.
         StorageError: The file cannot be created.
     """
-    path = folder / _NAME
-    file = unless_idle(partial(_create, folder, nbytes), doing="Creating", path=path, undo=lambda late: late.close())
+    file = _create(folder / _NAME, nbytes)
     resources.callback(file.close)
     return file
 
 
-def _create(folder: Path, nbytes: int) -> native.StateFile:
-    path = folder / _NAME  # for messages
-    with storage_errors(f"Allocating {nbytes} bytes for", path), closing(OpenFolder(folder)) as inside:
+@bounded("Creating", undo=native.StateFile.close)
+def _create(path: Path, nbytes: int) -> native.StateFile:
+    """Create the file; its path is only for messages."""
+    with storage_errors(f"Allocating {nbytes} bytes for", path), closing(OpenFolder(path.parent)) as inside:
         descriptor = inside.open_unnamed()
         try:
             make_direct(descriptor)

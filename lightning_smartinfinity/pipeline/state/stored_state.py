@@ -24,7 +24,7 @@ from lightning_smartinfinity.pipeline.parameters.submissions import DirectSubmis
 from lightning_smartinfinity.pipeline.state.work import array_batch
 from lightning_smartinfinity.storage.extents import blocks_of
 from lightning_smartinfinity.storage.folders.manifest import Manifest
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.deadlines import in_time
 from lightning_smartinfinity.storage.state.reading import StoreToRead, open_to_read
 
 __all__ = ["StoredState"]
@@ -53,7 +53,7 @@ class StoredState:
         self._opened = ExitStack()
         try:
             opening = partial(open_to_read, paths, rank=rank, generation=generation, opened=self._opened)
-            store = unless_idle(
+            store = in_time(
                 opening, doing="Opening", path=paths[0], seconds=io_timeout, undo=lambda _: self._opened.close()
             )
             self._layout = _layout_of(store.manifest)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.io.files import transfer_all
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
 __all__ = [
@@ -255,9 +256,7 @@ def _copy_aside(folder: OpenFolder, content: bytes) -> None:
 
 def _write(descriptor: int, notes: Iterable[str]) -> None:
     content = "".join(f"{line}\n" for line in (os.getpid(), *sorted(notes))).encode()
-    written = 0
-    while written < len(content):
-        written += os.pwrite(descriptor, content[written:], written)
+    transfer_all(partial(os.pwrite, descriptor), memoryview(content))
     os.ftruncate(descriptor, len(content))
 
 

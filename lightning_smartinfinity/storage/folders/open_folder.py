@@ -13,11 +13,13 @@ import stat
 import weakref
 from contextlib import suppress
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.storage.folders.replacement import flush_open
+from lightning_smartinfinity.storage.io.files import transfer_all
 
 __all__ = ["ASIDE", "OpenFolder", "Trust"]
 
@@ -134,6 +136,26 @@ class OpenFolder:
         """Return the content of a file; raises as :meth:`status`."""
         with self.reader(name) as file:
             return file.read()
+
+    def overwrite(self, name: str, content: bytes, *, offset: int | None = None, flush: bool) -> int:
+        """Write into an existing file, and return the number of bytes written; raises as :meth:`status`.
+
+        Args:
+            name: Name of the file.
+            content: Bytes to write.
+            offset: Their offset in the file; None to make them the whole content.
+            flush: Whether to flush the file.
+        """
+        descriptor = self.open(name, os.O_WRONLY)
+        try:
+            written = transfer_all(partial(os.pwrite, descriptor), memoryview(content), offset or 0)
+            if offset is None:
+                os.ftruncate(descriptor, written)
+            if flush:
+                os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+        return written
 
     def replace(self, name: str, content: bytes, *, temporary: str, flush: bool = True) -> None:
         """Write a file atomically: a reader sees the old content, the new one, or no file.

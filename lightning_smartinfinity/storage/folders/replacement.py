@@ -15,10 +15,9 @@ import stat
 from collections.abc import Collection
 from contextlib import suppress
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import bounded
 
 __all__ = [
     "beside",
@@ -78,6 +77,7 @@ def put_back(staging: Path, old: Path) -> None:
             os.rename(staging / _PREVIOUS, place)
 
 
+@bounded("Flushing")
 def flush(path: Path) -> None:
     """Flush the content of a file, or the entries of a folder, to the device.
 
@@ -87,10 +87,6 @@ def flush(path: Path) -> None:
         OSError: They could not be written.
         StorageTimeoutError: The disk does not answer.
     """
-    unless_idle(partial(_flush, path), doing="Flushing", path=path)
-
-
-def _flush(path: Path) -> None:
     # A FIFO would block without O_NONBLOCK.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -108,6 +104,7 @@ def flush_open(descriptor: int) -> None:
         _flush_folder(descriptor)
 
 
+@bounded("Flushing")
 def flush_tree(root: Path) -> None:
     """Flush a file, or a folder with everything below it, to the device.
 
@@ -117,10 +114,6 @@ def flush_tree(root: Path) -> None:
         OSError: Something could not be written.
         StorageTimeoutError: The disk does not answer.
     """
-    unless_idle(partial(_flush_tree, root), doing="Flushing", path=root)
-
-
-def _flush_tree(root: Path) -> None:
     if not root.is_dir():
         return flush(root)
     for path, _, files in os.walk(root, topdown=False, onerror=_raise):
@@ -130,6 +123,7 @@ def _flush_tree(root: Path) -> None:
         flush(Path(path))
 
 
+@bounded("Flushing the folders above")
 def flush_names(path: Path) -> None:
     """Flush a path's entry in its folder, that folder's entry in the one above, and so on.
 
@@ -140,10 +134,6 @@ def flush_names(path: Path) -> None:
         OSError: A folder could not be written.
         StorageTimeoutError: The disk does not answer.
     """
-    unless_idle(partial(_flush_names, path), doing="Flushing the folders above", path=path)
-
-
-def _flush_names(path: Path) -> None:
     device = path.stat().st_dev
     for folder in path.absolute().parents:
         if folder.stat().st_dev != device:

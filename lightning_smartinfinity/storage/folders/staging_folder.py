@@ -19,7 +19,8 @@ from pathlib import Path
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
 from lightning_smartinfinity.storage.folders.lock import acquire, remove_unlocked, try_lock
 from lightning_smartinfinity.storage.folders.replacement import flush
-from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle, when_returned
+from lightning_smartinfinity.storage.io.deadlines import doing_now, when_returned
+from lightning_smartinfinity.storage.io.files import bounded, limited
 
 __all__ = ["StagingLock", "is_in_use", "locked", "mark_of", "remove_content", "remove_leftover"]
 
@@ -54,7 +55,7 @@ def locked(staging: Path, target: str | Path) -> Iterator[StagingLock]:
         OSError: The folder cannot be made or locked.
     """
     before = time.monotonic()
-    descriptor = unless_idle(partial(_acquire, staging, target), doing="Locking", path=staging, undo=os.close)
+    descriptor = _acquire(staging, target)
     lock = StagingLock()
     try:
         yield lock
@@ -66,7 +67,7 @@ def locked(staging: Path, target: str | Path) -> Iterator[StagingLock]:
         try:
             if not lock.leaves_content:
                 with suppress(StorageTimeoutError):
-                    unless_idle(partial(_remove, staging), doing="Removing", path=staging)
+                    _remove(staging)
         finally:
             removed = None if lock.leaves_content else staging
             when_returned(partial(_unlock, descriptor, removed), since=before)
@@ -77,7 +78,7 @@ def _unlock(descriptor: int, removed: Path | None) -> None:
     os.close(descriptor)
     if removed is not None:
         with suppress(OSError, StorageTimeoutError):  # the folder is gone, or another process has a lock there by now
-            unless_idle(partial(remove_unlocked, removed), doing="Removing", path=removed)
+            limited("Removing", removed, remove_unlocked, removed)
 
 
 def remove_leftover(staging: Path) -> None:
@@ -131,6 +132,7 @@ def _remove_tree(root: Path) -> None:
     root.rmdir()
 
 
+@bounded("Locking", undo=os.close)
 def _acquire(staging: Path, target: str | Path) -> int:
     while True:
         _require_own(staging)
@@ -181,6 +183,7 @@ def _foreign_in(staging: Path) -> Path | None:
     return None if not names or staging.name in names else staging / min(names)
 
 
+@bounded("Removing")
 def _remove(staging: Path) -> None:
     """Remove a staging folder with all that is in it, as far as possible."""
     with suppress(OSError):

@@ -1,8 +1,6 @@
 """Time limits for file-system calls whose disk does not answer.
 
-The native core limits reads and writes of state; this module limits all other calls. :func:`in_time` is for calls that
-do little work, such as writing a commit record. :func:`unless_idle` is for calls that may take minutes on a working
-disk: flushing the page cache, allocating, deleting.
+The native core limits reads and writes of state; :func:`in_time` limits all other calls.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ __all__ = [
     "doing_now",
     "in_time",
     "io_limit",
-    "unless_idle",
     "when_returned",
 ]
 
@@ -88,8 +85,8 @@ class _Call(Generic[T]):
         *,
         doing: str,
         path: Path,
-        renews: bool = False,
-        undo: Callable[[T], object] | None = None,
+        renews: bool,
+        undo: Callable[[T], object] | None,
     ) -> None:
         self.function = function
         self._context = copy_context()  # io_limit, and the user's consent to load other types
@@ -194,7 +191,15 @@ def doing_now(doing: str, path: str | Path) -> Iterator[None]:
     call.require_wanted()
 
 
-def in_time(function: Callable[[], T], *, doing: str, path: Path, seconds: float | None = None) -> T:
+def in_time(
+    function: Callable[[], T],
+    *,
+    doing: str,
+    path: Path,
+    seconds: float | None = None,
+    renews: bool = True,
+    undo: Callable[[T], object] | None = None,
+) -> T:
     """Call a function in another thread with a time limit, and return its result or raise its error.
 
     A call that is given up continues to the end of its current step (:func:`doing_now`). Until it returns, later calls
@@ -202,72 +207,26 @@ def in_time(function: Callable[[], T], *, doing: str, path: Path, seconds: float
     count. An exception from a signal handler, such as that of Ctrl-C, is raised once the call has returned or was
     given up.
 
-    Args:
-        function: The function. Nested calls are part of this call.
-        doing: Its action for the error message, such as ``"Flushing"``.
-        path: The file that it acts on.
-        seconds: The limit, by default that of :func:`io_limit`; at most :func:`native.ending_seconds` once the process
-            was asked to end.
-
-    Raises:
-        StorageTimeoutError: The function did not return in time.
-    """
-    return _made(_Call(function, doing=doing, path=path), seconds)
-
-
-def unless_idle(
-    function: Callable[[], T],
-    *,
-    doing: str,
-    path: Path,
-    seconds: float | None = None,
-    undo: Callable[[T], object] | None = None,
-) -> T:
-    """Act as :func:`in_time`, but give the call up only if its disk completes no request within the limit.
-
-    Each step of the function (:func:`doing_now`) restarts the limit, too. Where the system does not count completed
-    requests, as for network file systems, each step has ten times the limit. The requests that a disk completes may be
+    With ``renews``, the limit restarts with each step, and whenever the disk completes a request. Where the system does
+    not count completed requests, as for network file systems, each step has ten times the limit. The requests may be
     other processes', so a step has at most forty times the limit. Once the process was asked to end, the rest of the
     call has the limit itself.
 
     Args:
         function: The function. Nested calls are part of this call.
-        doing: Its first action.
+        doing: Its first action for the error message, such as ``"Flushing"``.
         path: The file or folder that it acts on.
-        seconds: The limit, as for :func:`in_time`.
+        seconds: The limit, by default that of :func:`io_limit`; at most :func:`native.ending_seconds` once the process
+            was asked to end.
+        renews: Whether the limit restarts while the disk works, because flushing the page cache, allocating or deleting
+            may take minutes; False for calls that do little work, such as writing a commit record.
         undo: Undoes the function's effects, given its result, if the result comes too late or an interrupt keeps it
             from the caller.
 
     Raises:
-        StorageTimeoutError: The disk does not answer.
+        StorageTimeoutError: The function did not return in time, or the disk does not answer.
     """
-    return _made(_Call(function, doing=doing, path=path, renews=True, undo=undo), seconds)
-
-
-def when_returned(function: Callable[[], object], *, since: float) -> None:
-    """Call a function once all calls that were given up have returned; at once if there are none.
-
-    Use it to release what such a call may still use: a lock, or a descriptor whose number another file would get.
-
-    Args:
-        function: The function. If it has to wait, its errors do not reach the caller.
-        since: Time at which the resource was acquired, by ``time.monotonic()``. Calls that began earlier cannot use it.
-    """
-    behind = [call.returned for call in _given_up if call.began >= since and not call.returned.is_set()]
-    if not behind:
-        function()
-        return
-
-    def wait() -> None:
-        for returned in behind:
-            returned.wait()
-        with suppress(OSError):
-            function()
-
-    _thread.start_new_thread(wait, ())
-
-
-def _made(call: _Call[T], seconds: float | None) -> T:
+    call = _Call(function, doing=doing, path=path, renews=renews, undo=undo)
     if getattr(_own, "call", None) is not None:  # a nested call is a step of the outer one
         with doing_now(*call.now):
             return call.function()
@@ -303,6 +262,29 @@ def _made(call: _Call[T], seconds: float | None) -> T:
         doing, path = call.now
         raise StorageTimeoutError(f"{doing} {str(path)!r} did not return {limit}.", StorageTimeoutError.REMEDY)
     return call.result()
+
+
+def when_returned(function: Callable[[], object], *, since: float) -> None:
+    """Call a function once all calls that were given up have returned; at once if there are none.
+
+    Use it to release what such a call may still use: a lock, or a descriptor whose number another file would get.
+
+    Args:
+        function: The function. If it has to wait, its errors do not reach the caller.
+        since: Time at which the resource was acquired, by ``time.monotonic()``. Calls that began earlier cannot use it.
+    """
+    behind = [call.returned for call in _given_up if call.began >= since and not call.returned.is_set()]
+    if not behind:
+        function()
+        return
+
+    def wait() -> None:
+        for returned in behind:
+            returned.wait()
+        with suppress(OSError):
+            function()
+
+    _thread.start_new_thread(wait, ())
 
 
 class _Limit(Generic[T]):

@@ -8,7 +8,6 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from lightning_smartinfinity.storage.folders.lock import KEPT, LOCK_NAME, is_loc
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, RankFolder, open_rank_folder
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import bounded, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.state.parts import points_of
 from lightning_smartinfinity.storage.state.recovery import records_of
@@ -147,6 +146,7 @@ def is_rank_folder(path: Path) -> bool:
     return _RANK_FOLDER.fullmatch(path.name) is not None
 
 
+@bounded("Looking for jobs in")
 def find_jobs(storage: Path) -> list[Job]:
     """Return the jobs in a storage folder, sorted by name. Nothing there changes; folders of other names are skipped.
 
@@ -154,10 +154,6 @@ def find_jobs(storage: Path) -> list[Job]:
         StorageError: The folder cannot be read.
         StorageTimeoutError: The disk does not answer.
     """
-    return unless_idle(partial(_find_jobs, storage), doing="Looking for jobs in", path=storage)
-
-
-def _find_jobs(storage: Path) -> list[Job]:
     with storage_errors("Looking for jobs in", storage):
         names = sorted(entry.name for entry in os.scandir(storage) if entry.is_dir(follow_symlinks=False))
     jobs = (find_job(storage, name) for name in names if JOB_NAME.holds(name))
@@ -206,7 +202,7 @@ def remove_job(job: Job, *, kept: bool) -> list[Path]:
     """
     if not job.listed:
         raise StorageError(job.problems[0], "Only the user who owns the folder, or root, can remove it.")
-    return unless_idle(partial(_remove_job, job, kept=kept), doing="Removing", path=job.storage / job.name)
+    return limited("Removing", job.storage / job.name, _remove_job, job, kept=kept)
 
 
 def _remove_job(job: Job, *, kept: bool) -> list[Path]:

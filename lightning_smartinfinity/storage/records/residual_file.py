@@ -36,6 +36,7 @@ from lightning_smartinfinity.errors import StorageCorruptError
 from lightning_smartinfinity.storage.folders.direct import has_direct
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.rank_folder import RESIDUAL_NAMES
+from lightning_smartinfinity.storage.io.files import transfer_all
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 
@@ -163,10 +164,14 @@ def damaged_parts(
     try:
         buffer = np.frombuffer(native.HostBuffer(_PART_BYTES).memoryview(), np.uint8)
         target = None if into is None else into.view(np.uint8)
+
+        def read(part: memoryview, offset: int) -> int:
+            return os.preadv(descriptor, [part], offset)
+
         for offset, checksum in zip(range(0, residual.nbytes, _PART_BYTES), checksums, strict=True):
             stop = min(offset + _PART_BYTES, residual.nbytes)
             with storage_errors("Reading", path):
-                num_read = _read_at(descriptor, buffer[: whole_blocks(stop - offset)], offset)
+                num_read = transfer_all(read, buffer[: whole_blocks(stop - offset)].data, offset)
             part = buffer[: stop - offset]
             if num_read < part.size or _crc(part) != checksum:
                 yield f"The residual of compressed gradients at offset {offset} of {str(path)!r} is damaged."
@@ -215,14 +220,6 @@ def _read_end(folder: OpenFolder, residual: ResidualOf) -> bytes | None:
             file.seek(residual.end_offset)
             end = file.read(residual.file_bytes - residual.end_offset)
     return end if len(end) == residual.file_bytes - residual.end_offset else None
-
-
-def _read_at(descriptor: int, buffer: NDArray[np.uint8], offset: int) -> int:
-    """Fill memory from a file, and return the number of bytes that were read."""
-    filled = 0
-    while filled < buffer.size and (num_read := os.preadv(descriptor, [buffer[filled:].data], offset + filled)):
-        filled += num_read
-    return filled
 
 
 def _packed_crc(content: bytes) -> bytes:

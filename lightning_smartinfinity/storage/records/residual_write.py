@@ -14,7 +14,7 @@ from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.storage.folders.direct import open_file
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
-from lightning_smartinfinity.storage.io.limited_calls import LimitedCalls
+from lightning_smartinfinity.storage.io.files import LimitedCalls
 from lightning_smartinfinity.storage.io.os_errors import failure_error, in_milliseconds, storage_errors
 from lightning_smartinfinity.storage.records.residual_file import ResidualOf, part_checksums
 
@@ -87,7 +87,7 @@ class ResidualWrite:
 
     def _write(self, values: NDArray[np.float32]) -> None:
         path, options = self._folder.path / self._residual.name, self._options
-        file = options.in_time(self._open, doing="Opening", path=path)
+        file = options.in_time("Opening", path, self._open)
         try:
             with storage_errors("Starting threads for", path):
                 store = native.TensorStore(
@@ -147,4 +147,4 @@ class ResidualWrite:
             raise failure_error(failure, what=_WHAT)
         if self._options.flush:
             with storage_errors("Flushing", file.path):
-                self._options.in_time(file.sync, doing="Flushing", path=Path(file.path))
+                self._options.in_time("Flushing", Path(file.path), file.sync)

@@ -23,11 +23,9 @@ training-0.bin and training-1.bin alternate: record ``n`` goes to file ``n % 2``
 
 from __future__ import annotations
 
-import os
 import struct
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +101,7 @@ class TrainingRecords:
         self.residual_failure: StorageError | None = None
         self.nbytes = 0
         self._folder = folder
+        self._path = folder.path / TRAINING_NAMES[0]
         self._identity = identity
         self._options = options
         self._in_time = options.in_time
@@ -140,11 +139,7 @@ class TrainingRecords:
             content=content,
             residual_numel=0 if residual is None else residual.size,
         )
-        self.nbytes += self._in_time(
-            partial(self._write, record),
-            doing="Writing the training record",
-            path=self._folder.path / TRAINING_NAMES[0],
-        )
+        self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
         self._before, self.current, self._residual = self.current, record, residual
 
     def rewrite(self, content: bytes) -> None:
@@ -159,11 +154,8 @@ class TrainingRecords:
         assert self.current is not None
         record = replace(self.current, content=content)
         name, packed = _name_of(record.number), _packed(record, self._identity)
-        self._in_time(
-            partial(self._folder.replace, name, packed, flush=self._options.flush),
-            doing="Writing the training record",
-            path=self._folder.path / name,
-        )
+        replacing, path = self._folder.replace, self._folder.path / name
+        self._in_time("Writing the training record", path, replacing, name, packed, flush=self._options.flush)
         self.current, self.nbytes = record, self.nbytes + len(packed)
 
     def _write(self, record: TrainingRecord) -> int:
@@ -225,11 +217,7 @@ class TrainingRecords:
         record = self.current
         if record is not None and record.generation > generation:
             self._residual = None
-            self._in_time(
-                partial(_erase, self._folder.inside, record.number),
-                doing="Erasing the training record",
-                path=self._folder.path / TRAINING_NAMES[0],
-            )
+            self._in_time("Erasing the training record", self._path, _erase, self._folder.inside, record.number)
             self.current, self._before = self._before, None
         if self._last_number is not None and self._last_generation > generation:
             # Skip a number: the next record then replaces the erased one, and not the one before, which is now needed.
@@ -253,11 +241,7 @@ class TrainingRecords:
             content=reason.encode(),
         )
         self.current = self._residual = None
-        self._in_time(
-            partial(self._end, record),
-            doing="Ending the training records in",
-            path=self._folder.path / TRAINING_NAMES[0],
-        )
+        self._in_time("Ending the training records in", self._path, self._end, record)
 
     def _end(self, record: TrainingRecord) -> None:
         self._folder.allocate_missing(*TRAINING_NAMES)
@@ -286,15 +270,7 @@ class TrainingRecords:
 def _write(folder: OpenFolder, record: TrainingRecord, *, identity: native.Identity, flush: bool) -> int:
     name = _name_of(record.number)
     with storage_errors("Writing the training record", folder.path / name):
-        descriptor = folder.open(name, os.O_WRONLY)
-        try:
-            written = _write_all(descriptor, _packed(record, identity))
-            os.ftruncate(descriptor, written)
-            if flush:
-                os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
-    return written
+        return folder.overwrite(name, _packed(record, identity), flush=flush)
 
 
 def _packed(record: TrainingRecord, identity: native.Identity) -> bytes:
@@ -316,12 +292,7 @@ def _packed(record: TrainingRecord, identity: native.Identity) -> bytes:
 def _erase(folder: OpenFolder, number: int) -> None:
     name = _name_of(number)
     with storage_errors("Erasing the training record", folder.path / name):
-        descriptor = folder.open(name, os.O_WRONLY)
-        try:
-            os.ftruncate(descriptor, 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        folder.overwrite(name, b"", flush=True)
 
 
 def read_training_records(folder: OpenFolder, *, identity: native.Identity) -> list[TrainingRecord]:
@@ -387,11 +358,3 @@ def _crc(header: bytes, content: bytes) -> int:
         values = np.frombuffer(part, np.uint8)
         crc = native.crc32c(values.ctypes.data, values.nbytes, crc)
     return crc
-
-
-def _write_all(descriptor: int, content: bytes) -> int:
-    offset, view = 0, memoryview(content)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
-    return offset

@@ -123,14 +123,14 @@ def write_record(folder: OpenFolder, record: CommitRecord, *, job: bytes, flush:
     content = encode_record(record, job=job)
     offset = _record_offset(record)
     with storage_errors("Writing the commit record", folder.path / COMMIT_NAME):
-        _write_at(folder, content, offset, flush=flush)
+        folder.overwrite(COMMIT_NAME, content, offset=offset, flush=flush)
     return len(content)
 
 
 def erase_record(folder: OpenFolder, record: CommitRecord, *, flush: bool) -> None:
     """Erase a record, even one that was only partly written. Raises as :func:`write_record`."""
     with storage_errors("Erasing the commit record", folder.path / COMMIT_NAME):
-        _write_at(folder, _ERASED, _record_offset(record), flush=flush)
+        folder.overwrite(COMMIT_NAME, _ERASED, offset=_record_offset(record), flush=flush)
 
 
 def flush_records(folder: OpenFolder) -> None:
@@ -216,16 +216,3 @@ def _record_offset(record: CommitRecord) -> int:
 def _crc(content: bytes) -> int:
     values = np.frombuffer(content, np.uint8)
     return native.crc32c(values.ctypes.data, values.nbytes)
-
-
-def _write_at(folder: OpenFolder, content: bytes, offset: int, *, flush: bool) -> None:
-    descriptor = folder.open(COMMIT_NAME, os.O_WRONLY)
-    try:
-        view = memoryview(content)
-        while view:
-            written = os.pwrite(descriptor, view, offset)
-            view, offset = view[written:], offset + written
-        if flush:
-            os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,8 @@ from lightning_smartinfinity.storage.extents import ExtentMap
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, StoreDescription
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, STATE_NAME, RankFolder, rank_folder_path
 from lightning_smartinfinity.storage.folders.replacement import flush_names
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.deadlines import in_time, io_limit
+from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.storage.state.commit_record import no_record, record_bytes
@@ -268,11 +269,12 @@ def find_resumable(
                 require_resumable(inside[0], manifest, records, oldest=min(complete, default=0))
             return manifest, with_whole_residuals(inside[0], manifest, usable)
 
-    return unless_idle(look, doing="Reading the store in", path=Path(folders[0]).absolute(), seconds=io_timeout)
+    with io_limit(io_timeout):
+        return limited("Reading the store in", Path(folders[0]).absolute(), look)
 
 
 def _opened(
     make: Callable[[], StateStore], folders: Sequence[Path], doing: str, *, seconds: float, remove: bool
 ) -> StateStore:
     first = Path(folders[0]).absolute()
-    return unless_idle(make, doing=f"{doing} in", path=first, seconds=seconds, undo=lambda late: late.release(remove))
+    return in_time(make, doing=f"{doing} in", path=first, seconds=seconds, undo=lambda late: late.release(remove))

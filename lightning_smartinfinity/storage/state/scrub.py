@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity import native
@@ -18,7 +17,7 @@ from lightning_smartinfinity.storage.folders.direct import open_state_file
 from lightning_smartinfinity.storage.folders.manifest import Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, STATE_NAME, read_rank_folder
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.storage.io.os_errors import failure_error, in_milliseconds
 from lightning_smartinfinity.storage.records.residual_file import ResidualOf, damaged_parts
 from lightning_smartinfinity.storage.records.training_record import residual_of
@@ -66,9 +65,7 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
     """
     with ExitStack() as opened:
         try:
-            claimed, manifest, record, torn = unless_idle(
-                partial(_opened, folders, rank, opened), doing="Opening", path=folders[0]
-            )
+            claimed, manifest, record, torn = limited("Opening", folders[0], _opened, folders, rank, opened)
         except StorageCorruptError as error:
             return ScrubbedRank(folders=tuple(folders), damaged=(error.problem,))
         on_storage = range(manifest.extents.num_in_memory, manifest.extents.num_tasklets)
@@ -82,7 +79,8 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
                 for sentence in _damaged(claimed, manifest, record, on_storage, advance):
                     damaged.append(sentence)
                 if residual is not None:
-                    damaged += _damaged_residual(claimed[0], residual, advance)
+                    path = claimed[0].path / residual.name
+                    damaged += limited("Reading", path, _damaged_residual, claimed[0], residual, advance)
         except StorageError as error:  # report what was found before
             unknown.append(str(error))
         return ScrubbedRank(
@@ -145,8 +143,7 @@ def _damaged(
 
 
 def _damaged_residual(folder: OpenFolder, residual: ResidualOf, advance: Advance) -> list[str]:
-    read = partial(damaged_parts, folder, residual, advance=advance)
-    return unless_idle(lambda: list(read()), doing="Reading", path=folder.path / residual.name)
+    return list(damaged_parts(folder, residual, advance=advance))
 
 
 def _failure(

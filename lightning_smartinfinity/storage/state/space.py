@@ -20,7 +20,7 @@ from lightning_smartinfinity.storage.folders.rank_folder import (
     owned_names,
     rank_folder_path,
 )
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import bounded
 from lightning_smartinfinity.storage.io.os_errors import FULL, storage_errors
 from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 from lightning_smartinfinity.storage.state.commit_record import record_bytes
@@ -317,6 +317,7 @@ def _total(requests: Sequence[SpaceRequest]) -> Shortfall:
     )
 
 
+@bounded("Looking for free space in")
 def _request(
     folder: Path, *, needed_bytes: int, leftover: Path | None = None, what: str = "optimizer state"
 ) -> SpaceRequest:
@@ -326,28 +327,24 @@ def _request(
         StorageTimeoutError: The disk does not answer.
         StorageError: The free space cannot be read.
     """
-
-    def measure() -> SpaceRequest:
-        reclaimable = 0 if leftover is None else leftover_bytes(leftover)
-        with storage_errors("Looking for free space in", folder):
-            existing = nearest_existing(folder.absolute())
-            status = os.statvfs(existing)
-            request = SpaceRequest(
-                machine=machine_identity(),
-                host=platform.node(),
-                file_system=os.stat(existing).st_dev,
-                path=str(folder),
-                needed_bytes=needed_bytes,
-                free_bytes=status.f_bavail * status.f_frsize,
-                reclaimable_bytes=reclaimable,
-                what=what,
-            )
-        if needed_bytes > request.free_bytes + reclaimable:
-            with storage_errors("Creating a file or folder for", folder):
-                _try_to_create(existing)
-        return request
-
-    return unless_idle(measure, doing="Looking for free space in", path=folder)
+    reclaimable = 0 if leftover is None else leftover_bytes(leftover)
+    with storage_errors("Looking for free space in", folder):
+        existing = nearest_existing(folder.absolute())
+        status = os.statvfs(existing)
+        request = SpaceRequest(
+            machine=machine_identity(),
+            host=platform.node(),
+            file_system=os.stat(existing).st_dev,
+            path=str(folder),
+            needed_bytes=needed_bytes,
+            free_bytes=status.f_bavail * status.f_frsize,
+            reclaimable_bytes=reclaimable,
+            what=what,
+        )
+    if needed_bytes > request.free_bytes + reclaimable:
+        with storage_errors("Creating a file or folder for", folder):
+            _try_to_create(existing)
+    return request
 
 
 def _try_to_create(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,8 @@ from lightning_smartinfinity.storage.extents import ExtentMap, blocks_of
 from lightning_smartinfinity.storage.folders.direct import open_state_file
 from lightning_smartinfinity.storage.folders.manifest import Manifest
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, STATE_NAME, RankFolder
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
-from lightning_smartinfinity.storage.io.limited_calls import LimitedCalls
+from lightning_smartinfinity.storage.io.deadlines import io_limit
+from lightning_smartinfinity.storage.io.files import LimitedCalls, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.residual_write import WriteOptions
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord, TrainingRecords
@@ -170,9 +170,8 @@ class StateStore:
         assert self.extents.places_per_tasklet > 1 and self.generation >= 0
         here = np.bincount(self.placement.devices, minlength=self.extents.num_devices)
         wanted = [both + int(pinned) for both, pinned in zip(self._places_needed(self._homes), here, strict=True)]
-        make_room = partial(self._capacities.make_room, wanted)
-        path = self._folders[0].path / STATE_NAME
-        unless_idle(make_room, doing="Extending", path=path, seconds=self._io_timeout)
+        with io_limit(self._io_timeout):
+            limited("Extending", self._folders[0].path / STATE_NAME, self._capacities.make_room, wanted)
 
     def _live_pins(self) -> list[Pin]:
         self._pins = [pin for pin in self._pins if pin.occupied.held.any()]
@@ -206,10 +205,9 @@ class StateStore:
             return False
         homes = self.extents.homes(counts)
         wanted = self._places_needed(homes)
-        path = self._folders[0].path / STATE_NAME
-        grow = partial(self._capacities.grow, wanted)
-        if not unless_idle(grow, doing="Extending", path=path, seconds=self._io_timeout):
-            return False
+        with io_limit(self._io_timeout):
+            if not limited("Extending", self._folders[0].path / STATE_NAME, self._capacities.grow, wanted):
+                return False
         self._homes = homes
         return True
 
@@ -309,8 +307,8 @@ class StateStore:
         Raises:
             StorageError: The generation could not be flushed, or a manifest could not be written.
         """
-        path = self._folders[0].path / STATE_NAME
-        unless_idle(self._keep, doing="Flushing", path=path, seconds=self._io_timeout)
+        with io_limit(self._io_timeout):
+            limited("Flushing", self._folders[0].path / STATE_NAME, self._keep)
 
     def _keep(self) -> None:
         self._flush_files()
@@ -327,7 +325,7 @@ class StateStore:
         """
         self.records.finish_residual()  # may take longer than the limit of a call
         if self._folders:
-            self._in_time(lambda: self.release(remove), doing="Closing", path=self._folders[0].path / STATE_NAME)
+            self._in_time("Closing", self._folders[0].path / STATE_NAME, self.release, remove)
 
     def release(self, remove: bool) -> None:
         """Close the files and release the lock as :meth:`close` does, without a time limit."""
@@ -343,24 +341,17 @@ class StateStore:
     def _flush_files(self) -> None:
         for file in self.files:
             with storage_errors("Flushing", file.path):
-                self._in_time(file.sync, doing="Flushing", path=Path(file.path))
+                self._in_time("Flushing", Path(file.path), file.sync)
 
     def _write_record(self, record: CommitRecord, *, flush: bool) -> int:
-        inside, job = self._folders[0].inside, self.manifest.job
-        return self._in_time(
-            lambda: write_record(inside, record, job=job, flush=flush),
-            doing="Writing the commit record",
-            path=self._folders[0].path / COMMIT_NAME,
-        )
+        inside, job, path = self._folders[0].inside, self.manifest.job, self._folders[0].path / COMMIT_NAME
+        return self._in_time("Writing the commit record", path, write_record, inside, record, job=job, flush=flush)
 
     def _forget(self, record: CommitRecord, *, flush: bool) -> None:
         # After a crash, recovery could still read this record. Its places are written to again after the rollback, so
         # it must be erased first. If that fails, nothing may be written to them.
         try:
-            self._in_time(
-                lambda: erase_record(self._folders[0].inside, record, flush=flush),
-                doing="Erasing the commit record",
-                path=self._folders[0].path / COMMIT_NAME,
-            )
+            inside, path = self._folders[0].inside, self._folders[0].path / COMMIT_NAME
+            self._in_time("Erasing the commit record", path, erase_record, inside, record, flush=flush)
         except StorageError as error:
             self._unusable = error

@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.settings import IO_TIMEOUT
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
-from lightning_smartinfinity.storage.io.limited_calls import LimitedCalls
+from lightning_smartinfinity.storage.io.deadlines import in_time
+from lightning_smartinfinity.storage.io.files import LimitedCalls
 from lightning_smartinfinity.storage.io.os_errors import (
     failure_error,
     in_milliseconds,
@@ -90,7 +90,7 @@ class TensorStore:
     ) -> None:
         require_io_engine(io_engine)
         self._what = what
-        self._files = unless_idle(
+        self._files = in_time(
             partial(UnnamedFiles, folders, job=job, direct_io=direct_io),
             doing="Creating files in",
             path=Path(folders[0]).absolute(),
@@ -137,7 +137,7 @@ class TensorStore:
         if free is not None:
             return StoredTensor(nbytes, free)
         try:
-            return StoredTensor(nbytes, self._in_time(lambda: self.core.allocate(nbytes), doing="Growing"))
+            return StoredTensor(nbytes, self._calls("Growing", Path(self.path), self.core.allocate, nbytes))
         except OSError as error:
             problem = f"{self._what} in {error.filename!r}: {error.strerror}."
             raise storage_error(error.errno or 0, problem=problem) from error
@@ -225,10 +225,7 @@ class TensorStore:
         if self.core.counters().num_given_up:
             _NEVER_FREED.append(self._unfinished)
         self._unfinished = {}
-        self._in_time(self._files.close, doing="Closing")
-
-    def _in_time(self, function: Callable[[], T], *, doing: str) -> T:
-        return self._calls(function, doing=doing, path=Path(self.path))
+        self._calls("Closing", Path(self.path), self._files.close)
 
     def _start(
         self, begin: Callable[..., int], stored: StoredTensor, memory: Memory, offset: int, io_class: native.IoClass

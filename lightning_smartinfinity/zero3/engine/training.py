@@ -24,7 +24,8 @@ from lightning_smartinfinity.common.transformers_models import describe_models
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.settings.rules import shown
 from lightning_smartinfinity.settings.strategy import check_save_path
-from lightning_smartinfinity.storage.io.deadlines import io_limit, unless_idle
+from lightning_smartinfinity.storage.io.deadlines import io_limit
+from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import replacing, writing
 from lightning_smartinfinity.zero3.checkpoints.folders.note import write_note
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import LATEST
@@ -231,13 +232,13 @@ class SmartInfinityEngine(PortableEngine):
     # ---- checkpoints
 
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
-        names = partial(super()._get_all_ckpt_names, checkpoints_path, tag)
-        found: list[str] = unless_idle(names, doing="Reading", path=Path(checkpoints_path))
+        names = super()._get_all_ckpt_names
+        found: list[str] = limited("Reading", checkpoints_path, names, checkpoints_path, tag)
         return found
 
     def _get_all_zero_checkpoint_names(self, load_dir: str, tag: str, bf16_mode: bool) -> list[str]:
-        names = partial(super()._get_all_zero_checkpoint_names, load_dir, tag, bf16_mode)
-        found: list[str] = unless_idle(names, doing="Reading", path=Path(load_dir))
+        names = super()._get_all_zero_checkpoint_names
+        found: list[str] = limited("Reading", load_dir, names, load_dir, tag, bf16_mode)
         return found
 
     def _configure_checkpointing(self) -> None:
@@ -282,8 +283,8 @@ class SmartInfinityEngine(PortableEngine):
             with raising_together(), writing(save_dir):
                 if staging.leads:
                     latest = tag if save_latest else None
-                    write = partial(self._write_beside, staging.folder, latest, client_state, path=save_dir)
-                    unless_idle(write, doing="Writing", path=staging.folder)
+                    folder, write = staging.folder, self._write_beside
+                    limited("Writing", folder, write, folder, latest, client_state, path=save_dir)
             if pinned is not None:
                 self.saves.complete(save, save_dir, left_open[0], pinned)
         self.optimizer.rank_state.keeping.saved = True

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import bounded, limited
 from lightning_smartinfinity.storage.io.mounts import mount_of
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.state.space import nearest_existing
@@ -95,7 +94,7 @@ def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_
     """
     own: list[_Spot] = []
     with raising_together(group):
-        own = [unless_idle(partial(_spot_of, each), doing="Looking at", path=each) for each in folders]
+        own = [_spot_of(each) for each in folders]
     spots = [(rank, spot) for rank, of_rank in enumerate(gather(own, group)) for spot in of_rank]
     firsts: dict[tuple[str, int, int], tuple[int, _Spot]] = {}
     for rank, spot in spots:
@@ -125,7 +124,7 @@ def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_
         # Only the leader lists the folder: listing it elsewhere would change what that machine has cached of it.
         if makes_files and there[0][0] == dist.get_rank(group):
             with suppress(OSError, StorageError):
-                unless_idle(partial(_remove_old, spot.folder), doing="Removing old files from", path=spot.folder)
+                _remove_old(spot.folder)
     return places
 
 
@@ -136,7 +135,7 @@ def device_of(path: Path) -> int:
         StorageError: The path cannot be examined.
         StorageTimeoutError: The disk does not answer.
     """
-    return unless_idle(partial(_spot_of, path), doing="Looking at", path=path).device
+    return _spot_of(path).device
 
 
 def network_warning(folders: Sequence[Path]) -> str | None:
@@ -164,13 +163,14 @@ def first_seen(paths: Iterable[Path], *, shared: bool) -> Path | None:
     give_up = time.monotonic() + (REMEMBERED if shared else 0)
     while True:
         for path in paths:
-            if unless_idle(partial(_exists, path), doing="Looking at", path=path):
+            if _exists(path):
                 return path
         if time.monotonic() >= give_up:
             return None
         time.sleep(_GLANCE)
 
 
+@bounded("Looking at")
 def _exists(path: Path) -> bool:
     if path.exists():
         return True
@@ -179,6 +179,7 @@ def _exists(path: Path) -> bool:
     return path.exists()
 
 
+@bounded("Looking at")
 def _spot_of(folder: Path) -> _Spot:
     # Links stay unresolved: they may lead to another mount point on another machine.
     existing = nearest_existing(Path(os.path.abspath(folder)))
@@ -211,7 +212,7 @@ def _pairs(
         seen: list[tuple[int, int]] = []
         with raising_together(group):
             for number, path in everywhere.items():
-                device = unless_idle(partial(_device_of_file, path), doing="Looking at", path=path)
+                device = _device_of_file(path)
                 for other in own:
                     spot = firsts[other][1]
                     if spot.device == device and (by_device or _is_on_the_way(spot.folder, path.parent)):
@@ -228,6 +229,7 @@ def _is_on_the_way(one: Path, other: Path) -> bool:
     return one == other or one in other.parents or other in one.parents
 
 
+@bounded("Looking at")
 def _device_of_file(path: Path) -> int | None:
     try:
         return path.stat().st_dev
@@ -240,7 +242,7 @@ def _file_in(folder: Path) -> Iterator[Path | None]:
     """Yield the path of a new test file for other ranks to look for; None if it cannot be created."""
     path = folder / f".smart-infinity-{uuid.uuid4().hex}"
     try:
-        unless_idle(partial(path.touch, exist_ok=False), doing="Creating a file in", path=folder)
+        limited("Creating a file in", folder, path.touch, exist_ok=False)
     except OSError:
         yield None
         return
@@ -248,9 +250,10 @@ def _file_in(folder: Path) -> Iterator[Path | None]:
         yield path
     finally:
         with suppress(OSError, StorageError):
-            unless_idle(path.unlink, doing="Removing a file from", path=folder)
+            limited("Removing a file from", folder, path.unlink)
 
 
+@bounded("Removing old files from")
 def _remove_old(folder: Path) -> None:
     """Remove old test files that killed processes have left in a folder."""
     with suppress(OSError), os.scandir(folder) as entries:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.storage import SpaceRequest
 from lightning_smartinfinity.storage.folders.open_folder import ASIDE
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.deadlines import in_time, io_limit
+from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.storage.jobs.mover import Mover
 from lightning_smartinfinity.storage.jobs.setting_aside import Plan, plan_putting_together, plan_setting_aside
 from lightning_smartinfinity.storage.jobs.trainings import jobs_beside
@@ -109,10 +109,9 @@ def seen_parts(settings: OffloadSettings, jobs: Sequence[str], group: ProcessGro
         StorageError: A folder or file cannot be read; raised on every rank.
     """
     parts: list[Part] = []
-    with raising_together(group):
+    with raising_together(group), io_limit(settings.transfer.io_timeout):
         first = Path(settings.storage[0]).absolute()
-        look = partial(find_parts, settings.storage, jobs)
-        parts = unless_idle(look, doing="Looking for trainings in", path=first, seconds=settings.transfer.io_timeout)
+        parts = limited("Looking for trainings in", first, find_parts, settings.storage, jobs)
     return gather(parts, group)
 
 
@@ -131,4 +130,4 @@ def carry_out(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None)
         ]
         for stage, doing in stages:
             with raising_together(group):
-                unless_idle(stage, doing=doing, path=path, seconds=seconds, undo=lambda _: mover.close())
+                in_time(stage, doing=doing, path=path, seconds=seconds, undo=lambda _: mover.close())

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,7 +42,8 @@ from lightning_smartinfinity.storage import (
     measure_tensor_space,
     require_space,
 )
-from lightning_smartinfinity.storage.io.deadlines import io_limit, unless_idle
+from lightning_smartinfinity.storage.io.deadlines import io_limit
+from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.storage.jobs.setting_aside import Plan
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raise_together, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.ranks.file_systems import network_warning, places_of
@@ -156,7 +156,7 @@ def _warn_of_network(settings: OffloadSettings, group: ProcessGroup | None) -> N
     """Warn once on each machine whose state would be transferred over the network."""
     folders, warning = settings.storage, None
     with raising_together(group), io_limit(settings.transfer.io_timeout):
-        warning = unless_idle(partial(network_warning, folders), doing="Looking at", path=folders[0])
+        warning = limited("Looking at", folders[0], network_warning, folders)
     if warning is not None and launched_as() == "0":
         warnings.warn(warning, stacklevel=2)
 

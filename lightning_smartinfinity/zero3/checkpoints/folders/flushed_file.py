@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import time
-from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
@@ -13,7 +11,7 @@ import torch
 from typing_extensions import Buffer, override
 
 from lightning_smartinfinity.common.progress import Advance
-from lightning_smartinfinity.storage.io.deadlines import unless_idle, when_returned
+from lightning_smartinfinity.storage.io.files import OpenFile
 
 __all__ = ["save_flushed"]
 
@@ -43,11 +41,7 @@ def save_flushed(state: object, path: Path, *, advance: Advance = lambda _: None
             if output.error is not None:  # torch raised its own error instead
                 raise output.error from None
             raise
-        unless_idle(partial(os.fsync, output.fileno()), doing="Flushing", path=path)
-
-
-def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        output.file.flush()
 
 
 class _Output(io.RawIOBase):
@@ -59,20 +53,16 @@ class _Output(io.RawIOBase):
         total_bytes: Total number of bytes to report.
 
     Attributes:
+        file: The file.
         error: The error that the first failed write raised.
     """
 
     def __init__(self, path: Path, advance: Advance, *, total_bytes: int) -> None:
-        self._path = path
         self._advance = advance
         self._left = total_bytes
-        self._before = time.monotonic()
-        self._descriptor = unless_idle(partial(_create, path), doing="Creating", path=path, undo=os.close)
+        self._offset = 0
+        self.file = OpenFile(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, doing="Creating")
         self.error: BaseException | None = None
-
-    @override
-    def fileno(self) -> int:
-        return self._descriptor
 
     @override
     def writable(self) -> bool:
@@ -80,21 +70,21 @@ class _Output(io.RawIOBase):
 
     @override
     def write(self, values: Buffer) -> int:
+        content = memoryview(values).cast("B")
         if self.error is not None:
-            return memoryview(values).nbytes
+            return content.nbytes
         try:
-            write = partial(os.write, self._descriptor, values)
-            written = unless_idle(write, doing="Writing", path=self._path)
+            self.file.write_all(content, self._offset)
         except BaseException as error:
             self.error = error
             raise
-        reported = min(written, self._left)
+        self._offset += content.nbytes
+        reported = min(content.nbytes, self._left)
         self._left -= reported
         self._advance(reported)
-        return written
+        return content.nbytes
 
     @override
     def close(self) -> None:
-        if not self.closed:
-            when_returned(partial(os.close, self._descriptor), since=self._before)
+        self.file.close()
         super().close()

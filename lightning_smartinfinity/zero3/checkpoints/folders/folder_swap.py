@@ -19,7 +19,6 @@ import platform
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.settings.rules import shown
 from lightning_smartinfinity.storage.folders.replacement import flush_tree
 from lightning_smartinfinity.storage.folders.staging_folder import StagingLock, locked
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import limited, resolved
 from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import PartsHere, are_divided, common_save
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import (
     complete,
@@ -90,8 +89,8 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
         yield Staging(new, led.leads, save_id)
         with raising_together(closing_group), writing(path):
             if led.leads:
-                end = partial(complete, led.staging, led.target, tag, save_id)
-                unless_idle(end, doing="Linking what is kept of", path=led.target / tag)
+                kept = led.target / tag
+                limited("Linking what is kept of", kept, complete, led.staging, led.target, tag, save_id)
         with raising_together(closing_group), writing(path):
             if led.place.is_first_here:
                 flush_tree(new)  # on every machine: each caches its own writes to a shared file system
@@ -99,8 +98,7 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
             if led.leads:
                 # After the swap the staging folder holds the old save, until all machines have swapped.
                 led.lock.leaves_content = led.staging.parent == led.target
-                put = partial(put_save_in_place, led.staging, led.target, tag, save_id)
-                unless_idle(put, doing="Replacing", path=led.target)
+                limited("Replacing", led.target, put_save_in_place, led.staging, led.target, tag, save_id)
         led.lock.leaves_content = False
 
 
@@ -122,8 +120,7 @@ def put_one_in_place(path: str | Path, tag: str) -> None:
         led = _lead(path, tag, leading, errors=_swapping)
         with raising_together(), _swapping(path):
             if led.leads:
-                put = partial(put_common_in_place, led.common, led.staging, led.target, tag)
-                unless_idle(put, doing="Replacing", path=led.target)
+                limited("Replacing", led.target, put_common_in_place, led.common, led.staging, led.target, tag)
         if led.common is not None:
             led.lock.leaves_content = False
 
@@ -143,7 +140,7 @@ def remove_interrupted(path: str | Path, tag: str) -> None:
         # Only the leader looks: a machine that caches the absence of a file would make its next save to the path wait.
         if place.leader == dist.get_rank():
             with suppress(SmartInfinityError, OSError):
-                found = unless_idle(lambda: has_leftovers(_resolved(path)), doing="Looking at", path=Path(path))
+                found = has_leftovers(path)
         if any(gather(found, None)):
             put_one_in_place(path, tag)
 
@@ -206,10 +203,10 @@ def _lead(
     leads = place.leader == dist.get_rank()
     with raising_together(), errors(path):
         if leads:
-            target = unless_idle(partial(_resolved, path), doing="Looking at", path=target)
+            target = resolved(path)
             lock, staging = leading.enter_context(_staged(path, target, tag))
             lock.leaves_content = True  # it may hold a part of a save that other machines have in place
-            parts = [unless_idle(partial(parts_at, staging, target, tag), doing="Looking at", path=target)]
+            parts = [limited("Looking at", target, parts_at, staging, target, tag)]
             lock.leaves_content = parts[0].beside is not None
     machines = list(chain.from_iterable(gather(parts, None)))
     lock.leaves_content &= are_divided(machines)
@@ -221,14 +218,13 @@ def _made_for_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path:
     made: tuple[Path, Path] | None = None
     with raising_together(), writing(path):
         if led.leads:
-            make = partial(prepare, led.staging, led.target, tag, save_id=save_id, common=led.common)
-            unless_idle(make, doing="Preparing", path=led.target)
             made = led.target, led.staging
+            limited("Preparing", led.target, prepare, led.staging, led.target, tag, save_id=save_id, common=led.common)
     led.lock.leaves_content = False
     made = gather(made, None)[led.place.leader]
     assert made is not None
     with raising_together(), writing(path):
-        here = unless_idle(partial(_as_here, path, *made), doing="Looking at", path=led.target)
+        here = _as_here(path, *made)
         seen = first_seen([made[1] / save_id, here / save_id], shared=led.place.num_machines > 1)
         if seen is None:
             raise CheckpointError(
@@ -243,18 +239,14 @@ def _made_for_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path:
 def _staged(path: str | Path, target: Path, tag: str) -> Iterator[tuple[StagingLock, Path]]:
     """Lock the staging folder, and yield lock and folder."""
     while True:
-        staging = unless_idle(partial(staging_for, target, tag), doing="Looking at", path=target)
+        staging = staging_for(target, tag)
         with locked(staging, path) as lock:
             # Another process may have created or removed the target before the lock was taken.
-            if staging == unless_idle(partial(staging_for, target, tag), doing="Looking at", path=target):
+            if staging == staging_for(target, tag):
                 yield lock, staging
                 return
 
 
 def _as_here(path: str | Path, target: Path, staging: Path) -> Path:
     """Return this machine's path of the leader's staging folder: links may lead to another mount point here."""
-    return Path(os.path.normpath(_resolved(path) / os.path.relpath(staging, target)))
-
-
-def _resolved(path: str | Path) -> Path:
-    return Path(os.path.realpath(path))
+    return Path(os.path.normpath(resolved(path) / os.path.relpath(staging, target)))

@@ -24,6 +24,7 @@ from lightning_smartinfinity.storage.folders.replacement import (
     put_in_place,
 )
 from lightning_smartinfinity.storage.folders.staging_folder import is_in_use, mark_of, remove_content, remove_leftover
+from lightning_smartinfinity.storage.io.files import bounded, resolved
 from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import SAVE_ID_NAME, PartsHere, id_of, time_of
 
 __all__ = [
@@ -59,8 +60,10 @@ def new_in(staging: Path) -> Path:
     return staging / _NEW
 
 
-def has_leftovers(target: Path) -> bool:
+@bounded("Looking at")
+def has_leftovers(path: str | Path) -> bool:
     """Return whether a killed process may have left remains of a save to a path."""
+    target = resolved(path)
     return (target / _STAGING).exists() or beside(target).exists()
 
 
@@ -84,6 +87,7 @@ def restore_interrupted(path: str | Path, tag: str) -> None:
         time.sleep(_GLANCE)
 
 
+@bounded("Looking at")
 def staging_for(target: Path, tag: str) -> Path:
     """Return the staging folder of a save; raise CheckpointError if an entry could not be replaced."""
     if not target.exists():

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, SmartInfinityError
 from lightning_smartinfinity.settings import LOCAL_FOLDER
 from lightning_smartinfinity.settings.rules import shown
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import listed
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import LATEST, restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMAGE
 
@@ -60,12 +60,12 @@ def require_latest(folder: Path) -> None:
 
 def optimizer_files(folder: Path) -> list[Path]:
     """Return the optimizer state files of all processes, in no meaningful order."""
-    return unless_idle(lambda: sorted(folder.glob(OPTIMIZER_FILES)), doing="Reading", path=folder)
+    return listed(folder, OPTIMIZER_FILES)
 
 
 def model_files(folder: Path) -> list[Path]:
     """Return the model state files of all processes, in no meaningful order."""
-    return unless_idle(lambda: sorted(folder.glob(_MODEL_FILES)), doing="Reading", path=folder)
+    return listed(folder, _MODEL_FILES)
 
 
 @contextmanager

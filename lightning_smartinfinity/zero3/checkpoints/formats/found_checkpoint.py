@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import id_of, time_of
 from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import put_one_in_place
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import (
@@ -147,7 +147,7 @@ def _look(path: str | Path, bf16: bool, tag: str | None) -> tuple[_Seen | None, 
 
     try:
         with reading_checkpoint(path):
-            return unless_idle(look, doing="Looking at", path=Path(path)), None
+            return limited("Looking at", path, look), None
     except CheckpointError as error:
         return None, error
 
@@ -160,7 +160,7 @@ def await_seen(path: str | Path) -> None:
     """
     seen = False
     with raising_together(), reading_checkpoint(path):
-        seen = unless_idle(Path(path).exists, doing="Looking at", path=Path(path))
+        seen = limited("Looking at", path, Path(path).exists)
     _await(path, [Path(path) if each else None for each in gather(seen, None)])
 
 

@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import limited, listed
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile, refused
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_file, read_mapped
 from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
@@ -67,6 +67,7 @@ RANK_KEY = "smart_infinity_rank"
 WINDOW_NUMEL = 1 << 22
 """Largest number of elements in memory at once."""
 
+_MODEL_FILES = "zero_pp_rank_*_mp_rank_00_model_states.pt"
 _PART = re.compile(r"zero_pp_rank_[0-9]+_mp_rank_")
 
 Wanted = Mapping[str, range]
@@ -157,8 +158,9 @@ class SavedWeights(ABC):
         self._folder_of: dict[str, Path] = {}
         for part in parts:
             self._add(part)
-        count = partial(_count, (path, *parts))
-        self.num_saved = unless_idle(count, doing="Reading", path=path) if num_saved is None else num_saved
+        if num_saved is None:
+            num_saved = sum(len(listed(folder, _MODEL_FILES)) for folder in (path, *parts))
+        self.num_saved = num_saved
         self._first_states: SavedState | None = None
         self._fragments: dict[int, Mapping[str, torch.Tensor]] = {}
         self._rank = rank if self.num_saved == world_size else 0
@@ -257,7 +259,7 @@ class SavedWeights(ABC):
             self._frozen_fragments(rank)[name].detach().flatten()[max(0, begin - rank * numel) : end - rank * numel]
             for rank in range(begin // numel, max(begin // numel + 1, -(-end // numel)))
         ]
-        return unless_idle(partial(torch.cat, slices), doing="Reading", path=self.path)
+        return limited("Reading", self.path, torch.cat, slices)
 
     @abstractmethod
     def require_whole(self) -> None:
@@ -289,9 +291,9 @@ class SavedWeights(ABC):
         return self._folder_of.get(name, self.path) / name
 
     def _add(self, part: Path) -> None:
-        for name in unless_idle(partial(os.listdir, part), doing="Reading", path=part):
+        for name in limited("Reading", part, os.listdir, part):
             other = self.file(name)
-            if _PART.search(name) and unless_idle(other.exists, doing="Looking at", path=other):
+            if _PART.search(name) and limited("Looking at", other, other.exists):
                 raise CheckpointError(
                     f"{part / name} is in {other.parent}, too: each part has the files of other processes.",
                     "Name the folder of each machine once.",
@@ -302,7 +304,7 @@ class SavedWeights(ABC):
         return CheckpointError(f"The checkpoint {self.path} has no file {file}.", self.remedy)
 
     def _load(self, file: Path) -> Pickled:
-        if not unless_idle(file.is_file, doing="Looking at", path=file):
+        if not limited("Looking at", file, file.is_file):
             raise self._absent(file)
         try:
             return load_file(file, map_location="cpu", mmap=True)
@@ -341,8 +343,3 @@ def require_rank(saved_by: int | None, rank: int, file: Path) -> None:
             f"{file} was saved by rank {saved_by} under another name.",
             "Copy checkpoints as whole folders, with the names of their files, or use another one.",
         )
-
-
-def _count(folders: Sequence[Path]) -> int:
-    """Return the number of model state files in folders."""
-    return sum(len(list(folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt"))) for folder in folders)

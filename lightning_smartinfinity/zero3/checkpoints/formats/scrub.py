@@ -15,7 +15,8 @@ import numpy as np
 
 from lightning_smartinfinity.common.progress import Show
 from lightning_smartinfinity.errors import CheckpointError, StorageError
-from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle
+from lightning_smartinfinity.storage.io.deadlines import doing_now
+from lightning_smartinfinity.storage.io.files import bounded
 from lightning_smartinfinity.storage.io.os_errors import storage_error
 from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import CHECKSUMS_NAME
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import (
@@ -72,7 +73,7 @@ def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> Sc
     """
     found = ScrubbedCheckpoint()
     try:
-        unless_idle(partial(_scrub, path, found, weights_only, show), doing="Reading", path=path)
+        _scrub(path, found, weights_only, show)
     except OSError as error:
         found.unknown.append(str(_unreadable(error, path)))
     except StorageError as error:  # still report what was found before
@@ -80,6 +81,7 @@ def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> Sc
     return found
 
 
+@bounded("Reading")
 def _scrub(path: Path, found: ScrubbedCheckpoint, weights_only: bool, show: Show) -> None:
     universal = (path / "zero").is_dir()
     folder = path if universal else tagged_folder(path)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import os
 import struct
-import time
 import zipfile
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +23,8 @@ from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle, when_returned
+from lightning_smartinfinity.storage.io.deadlines import doing_now
+from lightning_smartinfinity.storage.io.files import OpenFile, bounded, limited
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_without_memory, require_file
 from lightning_smartinfinity.zero3.untyped import Pickled
 
@@ -67,7 +66,7 @@ class TensorStream:
     def write(self, values: NDArray[np.float32]) -> None:
         """Write the next values; a tensor's last values also write its checksum."""
         for record, part in self._parts(values.data.cast("B")):
-            self._file.write_at(record.offset + self._done, part)
+            self._file.write_all(part, record.offset + self._done)
             self._advance(part)
             if self._done == record.nbytes:
                 self._file.write_checksum(record, self._checksum)
@@ -122,7 +121,7 @@ class TensorStream:
         self._index, self._done, self._checksum = self._index + 1, 0, 0
 
 
-class TensorFile:
+class TensorFile(OpenFile):
     """An open file of ``torch.save``.
 
     Args:
@@ -134,26 +133,10 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
-        self._path = path
-        self._writable = writable
-        self._cached_bytes, self._descriptor = 0, -1
-        self._before = time.monotonic()
-        unless_idle(self._open, doing="Opening", path=path, undo=lambda _: self.close())
-
-    def _open(self) -> None:
-        self.state: Pickled = load_without_memory(self._path, written_here=self._writable)
-        with zipfile.ZipFile(self._path) as archive:
-            self._infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
-            self._directory_offset = archive.start_dir
+        self.state: Pickled = load_without_memory(path, written_here=writable)
+        self._infos, self._entry_offsets = _directory(path)
         self._header_offsets = [info.header_offset for info in self._infos]
-        self._descriptor = os.open(self._path, (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC)
-        self._entry_offsets = self._entries() if self._writable else {}
-
-    def close(self) -> None:
-        """Close the file; idempotent."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            when_returned(partial(os.close, descriptor), since=self._before)
+        super().__init__(path, os.O_RDWR if writable else os.O_RDONLY, cached_bytes=_CACHED_BYTES)
 
     def stream(self, tensors: Sequence[torch.Tensor]) -> TensorStream:
         """Return a stream over consecutive contiguous fp32 tensors of :attr:`state`."""
@@ -165,7 +148,7 @@ class TensorFile:
         record = self._record(tensor)._replace(offset=_offset_of(tensor), nbytes=storage.numel())
         if record.nbytes:
             content = storage.numpy().data
-            self.write_at(record.offset, content)
+            self.write_all(content, record.offset)
             self.write_checksum(record, zlib.crc32(content))
 
     def read(self, tensor: torch.Tensor, begin: int, values: torch.Tensor) -> None:
@@ -187,38 +170,25 @@ class TensorFile:
         named = {self._record(tensor).info.filename for tensor in tensors}
         return {info.filename for info in self._infos if _RECORD_FOLDER in info.filename} - named
 
-    def write_at(self, offset: int, content: memoryview) -> None:
-        """Write the whole content at an offset of the file."""
-        while content.nbytes:
-            write = partial(os.pwrite, self._descriptor, content, offset)
-            done = unless_idle(write, doing="Writing", path=self._path)
-            self._count_cached(done)
-            offset, content = offset + done, content[done:]
-
     def read_at(self, offset: int, content: memoryview) -> None:
         """Fill the whole content from an offset of the file.
 
         Raises:
             CheckpointError: The file ends too early.
         """
-        while content.nbytes:
-            read = partial(os.preadv, self._descriptor, [content], offset)
-            done = unless_idle(read, doing="Reading", path=self._path)
-            if done == 0:
-                raise CheckpointError(f"{self._path} is damaged: it was cut short.", "Use another checkpoint.")
-            self._count_cached(done)
-            offset, content = offset + done, content[done:]
+        if self.read_all(content, offset) < content.nbytes:
+            raise CheckpointError(f"{self.path} is damaged: it was cut short.", "Use another checkpoint.")
 
     def write_checksum(self, record: _Record, checksum: int) -> None:
         """Write a record's CRC-32 to the two places of a zip archive: after the record, and in the final directory."""
-        unless_idle(partial(self._write_checksum, record, checksum), doing="Writing", path=self._path)
+        limited("Writing", self.path, self._write_checksum, record, checksum)
 
     def _write_checksum(self, record: _Record, checksum: int) -> None:
         field = checksum.to_bytes(4, "little")
         end = record.offset + record.nbytes
-        if record.info.flag_bits & _HAS_DESCRIPTOR and os.pread(self._descriptor, 4, end) == _DESCRIPTOR_MAGIC:
-            self.write_at(end + len(_DESCRIPTOR_MAGIC), memoryview(field))
-        self.write_at(self._entry_offsets[record.info.filename] + _CRC_IN_ENTRY, memoryview(field))
+        if record.info.flag_bits & _HAS_DESCRIPTOR and os.pread(self.descriptor, 4, end) == _DESCRIPTOR_MAGIC:
+            self.write_all(memoryview(field), end + len(_DESCRIPTOR_MAGIC))
+        self.write_all(memoryview(field), self._entry_offsets[record.info.filename] + _CRC_IN_ENTRY)
 
     def check(self, record: _Record, checksum: int) -> None:
         """Compare a checksum with the CRC-32 in the archive, unless the tensor covers only a part of its record.
@@ -228,24 +198,8 @@ class TensorFile:
         """
         if record.nbytes == record.info.file_size and checksum != record.info.CRC:
             raise CheckpointError(
-                f"{self._path} is damaged: the checksum of {record.info.filename} is wrong.", "Use another checkpoint."
+                f"{self.path} is damaged: the checksum of {record.info.filename} is wrong.", "Use another checkpoint."
             )
-
-    def flush(self) -> None:
-        """Flush written bytes to the device, and drop the file from the page cache."""
-        unless_idle(self._flush, doing="Flushing", path=self._path)
-        self._cached_bytes = 0
-
-    def _flush(self) -> None:
-        if self._writable:
-            os.fdatasync(self._descriptor)
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def _count_cached(self, nbytes: int) -> None:
-        # A state larger than memory would push everything else out of the page cache.
-        self._cached_bytes += nbytes
-        if self._cached_bytes >= _CACHED_BYTES:
-            self.flush()
 
     def _record(self, tensor: torch.Tensor) -> _Record:
         begin = _offset_of(tensor)
@@ -253,17 +207,20 @@ class TensorFile:
         size = tensor.element_size()
         return _Record(info, begin + int(tensor.storage_offset()) * size, tensor.numel() * size)
 
-    def _entries(self) -> dict[str, int]:
-        """Return the offset of each record's entry in the directory."""
-        end = os.fstat(self._descriptor).st_size
-        directory = os.pread(self._descriptor, end - self._directory_offset, self._directory_offset)
-        entries, at = {}, 0
-        while directory[at : at + 4] == _ENTRY_MAGIC:
-            sizes = _DIRECTORY_ENTRY.unpack_from(directory, at)
-            name_at = at + _DIRECTORY_ENTRY.size
-            entries[directory[name_at : name_at + sizes[0]].decode()] = self._directory_offset + at
-            at = name_at + sum(sizes)
-        return entries
+
+@bounded("Reading")
+def _directory(path: Path) -> tuple[list[zipfile.ZipInfo], dict[str, int]]:
+    """Return the entries of an archive in their order, and the offset of each record's entry in the directory."""
+    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        infos, at = sorted(archive.infolist(), key=lambda info: info.header_offset), archive.start_dir
+        file.seek(at)
+        directory, entries = memoryview(file.read()), {}
+    while directory[:4] == _ENTRY_MAGIC:
+        sizes = _DIRECTORY_ENTRY.unpack_from(directory)
+        name = bytes(directory[_DIRECTORY_ENTRY.size : _DIRECTORY_ENTRY.size + sizes[0]]).decode()
+        nbytes = _DIRECTORY_ENTRY.size + sum(sizes)
+        entries[name], directory, at = at, directory[nbytes:], at + nbytes
+    return infos, entries
 
 
 class _Record(NamedTuple):
@@ -280,7 +237,7 @@ def saved_with_room(state: object, path: Path) -> TensorFile:
     Raises:
         CheckpointError: A tensor in ``state`` is inside an object that is not a dictionary, list or tuple.
     """
-    unless_idle(partial(_save_without_data, state, path), doing="Writing", path=path)
+    limited("Writing", path, _save_without_data, state, path)
     file = TensorFile(path, writable=True)
     try:
         saved = list(_tensors_in(file.state))
@@ -304,6 +261,7 @@ def _save_without_data(state: object, path: Path) -> None:
         torch.save(state, file)
 
 
+@bounded("Reading")
 def check_records(path: Path, *, tensors: bool, remedy: str = "Use another checkpoint.") -> None:
     """Verify the CRC-32s in a file of ``torch.save``.
 
@@ -316,10 +274,6 @@ def check_records(path: Path, *, tensors: bool, remedy: str = "Use another check
         CheckpointError: A checksum is wrong, ``torch.save`` did not write the file, or this user may not read it.
         StorageTimeoutError: The disk does not answer.
     """
-    unless_idle(partial(_check_records, path, tensors=tensors, remedy=remedy), doing="Reading", path=path)
-
-
-def _check_records(path: Path, *, tensors: bool, remedy: str) -> None:
     require_file(path)
     try:
         with zipfile.ZipFile(path) as archive:

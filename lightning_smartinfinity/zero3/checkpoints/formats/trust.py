@@ -31,7 +31,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.storage.folders.open_folder import kind_of
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.zero3.checkpoints.formats.harmless import harmless_types, with_arrays
 from lightning_smartinfinity.zero3.untyped import Pickled
 
@@ -95,7 +95,7 @@ def load_file(file: str | Path, **options: Any) -> Pickled:
         CheckpointError: The file holds types that need consent; the message lists them. Nothing was loaded.
         Exception: The file is damaged or cannot be read.
     """
-    return unless_idle(partial(load_by, partial(_load, **options), file), doing="Reading", path=Path(file))
+    return limited("Reading", file, load_by, partial(_load, **options), file)
 
 
 def load_by(load: Callable[..., Pickled], file: str | Path) -> Pickled:
@@ -171,7 +171,7 @@ def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
         with FakeTensorMode(), door(False, consent="") if written_here else nullcontext():
             return load_file(file)
 
-    return unless_idle(load, doing="Reading", path=Path(file))
+    return limited("Reading", file, load)
 
 
 def read_mapped(tensors: Mapping[str, T], path: Path) -> Mapping[str, T]:
@@ -191,7 +191,7 @@ def read_mapped(tensors: Mapping[str, T], path: Path) -> Mapping[str, T]:
             copied[name] = value.clone() if isinstance(value, torch.Tensor) else value
         return cast("Mapping[str, T]", copied)
 
-    return unless_idle(read, doing="Reading", path=path)
+    return limited("Reading", path, read)
 
 
 class ReadWhenUsed(Mapping[str, torch.Tensor]):
@@ -206,7 +206,7 @@ class ReadWhenUsed(Mapping[str, torch.Tensor]):
         self._tensors, self._path = tensors, path
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return unless_idle(self._tensors[name].clone, doing="Reading", path=self._path)
+        return limited("Reading", self._path, self._tensors[name].clone)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +30,8 @@ from lightning_smartinfinity.common.progress import Show, hidden
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.storage.folders.replacement import beside, flush_names, flush_tree
 from lightning_smartinfinity.storage.folders.staging_folder import locked, remove_content
-from lightning_smartinfinity.storage.io.deadlines import doing_now, unless_idle
+from lightning_smartinfinity.storage.io.deadlines import doing_now
+from lightning_smartinfinity.storage.io.files import limited, resolved
 from lightning_smartinfinity.zero3.checkpoints.folders.flushed_file import save_flushed
 from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import writing
 from lightning_smartinfinity.zero3.checkpoints.folders.note import note_for
@@ -55,8 +54,6 @@ from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFo
 from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["convert_checkpoint"]
-
-T = TypeVar("T")
 
 
 def convert_checkpoint(
@@ -88,21 +85,15 @@ def convert_checkpoint(
 
 def _convert(checkpoint: str | Path, parts: Sequence[str | Path], into: str | Path, show: Show) -> None:
     with reading_checkpoint(checkpoint):
-        source = _read(partial(_checked_source, checkpoint, parts), Path(checkpoint))
+        source = limited("Reading", checkpoint, _checked_source, checkpoint, parts)
     with _staged_folder(into) as folder, closing(source):
         with reading_checkpoint(source.path):
-            by_rank = _read(lambda: [source.streams(rank) for rank in range(source.num_saved)], source.path)
+            by_rank = limited("Reading", source.path, lambda: list(map(source.streams, range(source.num_saved))))
         streams = {name: [of_rank[name] for of_rank in by_rank] for name in by_rank[0]}
         _write_arrays(source, streams, folder / "zero", show)
-        state = _read(partial(_optimizer_state, source), source.path)
+        state = limited("Reading", source.path, _optimizer_state, source)
         save_flushed(state, folder / "zero" / "optimizer_state.pt")
-        note = partial(_write_rest, source, folder, into)
-        unless_idle(note, doing="Writing", path=folder)
-
-
-def _read(read: Callable[[], T], path: Path) -> T:
-    """Return the result of a function that reads the source; raise if the disk does not answer."""
-    return unless_idle(read, doing="Reading", path=path)
+        limited("Writing", folder, _write_rest, source, folder, into)
 
 
 def _checked_source(checkpoint: str | Path, parts: Sequence[str | Path]) -> ZeroFolder:
@@ -124,14 +115,14 @@ def _write_rest(source: ZeroFolder, folder: Path, into: str | Path) -> None:
 def _staged_folder(into: str | Path) -> Iterator[Path]:
     """Yield a folder to write to, which becomes ``into`` when the body ends; if the body raises, it is removed."""
     with writing(into):
-        target = unless_idle(lambda: Path(os.path.realpath(into)), doing="Looking at", path=Path(into))
+        target = resolved(into)
         staging = beside(target)
         new = staging / "new"
         with locked(staging, into):
-            unless_idle(partial(_prepare, staging, new, target), doing="Preparing", path=target)
+            limited("Preparing", target, _prepare, staging, new, target)
             yield new
             flush_tree(new)
-            unless_idle(partial(os.rename, new, target), doing="Renaming", path=target)
+            limited("Renaming", target, os.rename, new, target)
             flush_names(target)
 
 
@@ -154,7 +145,7 @@ def _write_arrays(source: ZeroFolder, arrays: Mapping[str, Sequence[TensorStream
     with show("Converting the optimizer state", buffer.itemsize * numel * len(arrays)) as advance:
         for slices in zip(*slices_by_rank, strict=True):
             parameter = folder / slices[0].name
-            unless_idle(partial(parameter.mkdir, parents=True, exist_ok=True), doing="Creating", path=parameter)
+            limited("Creating", parameter, parameter.mkdir, parents=True, exist_ok=True)
             for name, streams in arrays.items():
                 file = f"{slices[0].name}/{name}.pt"
                 written = _write_array(folder / file, streams, slices, buffer, source.path)

@@ -17,10 +17,9 @@ compares values with the block checksums.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from contextlib import closing
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import (
     CHECKSUMMED,
     CHECKSUMS_NAME,
@@ -59,7 +58,7 @@ def is_universal(path: str | Path) -> bool:
     """Return whether any rank finds a universal checkpoint in a folder. Collective: all ranks get the same result."""
     folder, found = Path(path) / "zero", False
     with raising_together():
-        found = unless_idle(partial(os.path.isdir, folder), doing="Looking at", path=folder)
+        found = limited("Looking at", folder, folder.is_dir)
     return any(gather(found, None))
 
 

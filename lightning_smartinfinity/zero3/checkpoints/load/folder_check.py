@@ -13,7 +13,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import listed
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import (
     OPTIMIZER_FILES,
     reading_checkpoint,
@@ -140,7 +140,7 @@ def _check_same_world_size(states: SavedState, folder: Path) -> None:
 
 def _check_own_share(folder: Path, *, in_parts: bool) -> None:
     # One rank verifies each file, except the tensors of optimizer states, which are verified when read.
-    files = unless_idle(lambda: sorted(folder.glob("*.pt")), doing="Looking at", path=folder)
+    files = listed(folder, "*.pt")
     rank = dist.get_rank()
     share = [each for each in files if saved_by(each) == rank] if in_parts else files[rank :: dist.get_world_size()]
     for file in share:

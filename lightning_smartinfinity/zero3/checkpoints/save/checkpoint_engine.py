@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.serialization import MAP_LOCATION
 
 from lightning_smartinfinity.common.patches import replaced
-from lightning_smartinfinity.storage.io.deadlines import unless_idle
+from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.zero3.checkpoints.folders.flushed_file import save_flushed
 from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import writing
 from lightning_smartinfinity.zero3.checkpoints.formats import optimizer_state
@@ -60,13 +59,13 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
         """Write one file and flush it to the device. Collective: a failure on one rank raises on every rank."""
         file = Path(path)
         with raising_together(), writing(path):
-            unless_idle(partial(file.parent.mkdir, exist_ok=True), doing="Creating", path=file.parent)
+            limited("Creating", file.parent, file.parent.mkdir, exist_ok=True)
             if optimizer_state.is_described(state_dict.get(OPTIMIZER_STATE_DICT)):
                 self._save_optimizer(state_dict, file)
             else:
                 _save_model(state_dict, file)
             if dist.get_rank() == 0:
-                unless_idle(partial(warn_of_types, path), doing="Reading", path=file)
+                limited("Reading", path, warn_of_types, path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Do nothing: :meth:`save` creates its folders, because a failure here would raise on one rank only."""

@@ -1,0 +1,150 @@
+"""File calls that are given up if the disk does not answer, as :mod:`~.deadlines` describes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.storage.io.deadlines import in_time, when_returned
+
+__all__ = ["LimitedCalls", "OpenFile", "bounded", "limited", "listed", "resolved", "transfer_all"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Limited = TypeVar("Limited", bound=Callable[..., Any])
+
+
+def limited(doing: str, path: str | Path, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function with these arguments, limited by :func:`in_time`; return its result or raise its error."""
+    return in_time(lambda: function(*args, **kwargs), doing=doing, path=Path(path))
+
+
+def bounded(doing: str, *, undo: Callable[[Any], object] | None = None) -> Callable[[Limited], Limited]:
+    """Decorate a function, whose first argument is a path, so that each call is limited by :func:`in_time`."""
+
+    def decorate(function: Limited) -> Limited:
+        @wraps(function)
+        def call(path: str | Path, *args: Any, **kwargs: Any) -> Any:
+            return in_time(lambda: function(path, *args, **kwargs), doing=doing, path=Path(path), undo=undo)
+
+        return cast(Limited, call)
+
+    return decorate
+
+
+@bounded("Looking at")
+def resolved(path: str | Path) -> Path:
+    """Return a path with all links resolved; the path need not exist."""
+    return Path(os.path.realpath(path))
+
+
+@bounded("Reading")
+def listed(folder: Path, pattern: str = "*") -> list[Path]:
+    """Return a folder's entries that match a pattern, sorted; none if the folder does not exist."""
+    return sorted(folder.glob(pattern))
+
+
+def transfer_all(transfer: Callable[[memoryview, int], int], content: memoryview, offset: int = 0) -> int:
+    """Repeat a read or write until it has transferred everything, or transfers nothing more; without a time limit.
+
+    Args:
+        transfer: Function that transfers a part of the memory at an offset of a file, and returns the part's bytes.
+        content: Bytes to write, or memory to read into.
+        offset: Offset of the first byte in the file.
+
+    Returns:
+        Number of bytes transferred.
+    """
+    done = 0
+    while done < content.nbytes and (part := transfer(content[done:], offset + done)):
+        done += part
+    return done
+
+
+class OpenFile:
+    """An open file. It stays open until no call that was given up can use its descriptor.
+
+    Args:
+        path: Path of the file.
+        flags: Flags of ``os.open``.
+        doing: Action for the error message if the file cannot be opened in time.
+        cached_bytes: Number of transferred bytes after which the file is flushed and dropped from the page cache; None
+            to leave it there.
+
+    Attributes:
+        path: As passed.
+        descriptor: The descriptor; -1 after :meth:`close`.
+
+    Raises:
+        OSError: The file cannot be opened.
+        StorageTimeoutError: The disk does not answer; also raised by the methods.
+    """
+
+    def __init__(self, path: Path, flags: int, *, doing: str = "Opening", cached_bytes: int | None = None) -> None:
+        self.path = path
+        self._before = time.monotonic()
+        self._writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
+        self._most_cached, self._cached = cached_bytes, 0
+        opening = partial(os.open, path, flags | os.O_CLOEXEC, 0o666)
+        self.descriptor = in_time(opening, doing=doing, path=path, undo=os.close)
+
+    def write_all(self, content: memoryview, offset: int) -> None:
+        """Write everything at an offset of the file."""
+        transfer_all(self._write, content, offset)
+
+    def read_all(self, content: memoryview, offset: int) -> int:
+        """Fill memory from an offset of the file; return the number of bytes, fewer only at the end of the file."""
+        return transfer_all(self._read, content, offset)
+
+    def _write(self, content: memoryview, offset: int) -> int:
+        return self._counted(limited("Writing", self.path, os.pwrite, self.descriptor, content, offset))
+
+    def _read(self, content: memoryview, offset: int) -> int:
+        return self._counted(limited("Reading", self.path, os.preadv, self.descriptor, [content], offset))
+
+    def _counted(self, nbytes: int) -> int:
+        # A file larger than memory would displace all other data in the page cache.
+        self._cached += nbytes
+        if self._most_cached is not None and self._cached >= self._most_cached:
+            self.flush()
+        return nbytes
+
+    def flush(self) -> None:
+        """Flush written bytes to the device, and drop the file from the page cache unless ``cached_bytes`` is None."""
+        limited("Flushing", self.path, self._flush)
+        self._cached = 0
+
+    def _flush(self) -> None:
+        if self._writes:
+            os.fdatasync(self.descriptor)
+        if self._most_cached is not None:
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            when_returned(partial(os.close, descriptor), since=self._before)
+
+
+class LimitedCalls:
+    """Makes calls for a store's files, with the kind of time limit that suits the files.
+
+    Args:
+        files: The files. Flushing them may take long unless they all have direct I/O.
+        seconds: ``TransferConfig.io_timeout``.
+    """
+
+    def __init__(self, files: Iterable[native.StateFile], *, seconds: float) -> None:
+        self._are_direct = all(file.direct for file in files)
+        self._seconds = seconds
+
+    def __call__(self, doing: str, path: Path, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Act as :func:`limited`, but with direct I/O, the limit does not restart while the disk works."""
+        call, renews = partial(function, *args, **kwargs), not self._are_direct
+        return in_time(call, doing=doing, path=path, seconds=self._seconds, renews=renews)
