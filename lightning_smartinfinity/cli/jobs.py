@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["DESCRIPTION", "add_options", "run"]
 
 DESCRIPTION = """\
-List the jobs whose optimizer state or parameters lie in storage folders: who uses them, how large they are, when they
-were last written, the newest generation that all ranks have, and whether a training can resume from them. Exit status 1
-if --verify finds damage or cannot read all of a dead job's state, if a job cannot be removed, or if the disk of one of
-several folders does not answer.
+List the jobs whose optimizer state or parameters are in storage folders: which process uses them, how large they
+are, when they were last written, the newest generation that all ranks have, and whether a training can resume from
+them. Exit status 1 if --verify finds damage or cannot read all of a dead job's state, if a job cannot be removed, or
+if the disk of one of several folders does not answer.
 """
 _DEFAULT = "smart_infinity"
 _TABLE = "{job:40}  {owner:16}  {size:>11}  {written:>12}  {generation:>10}  {remark}"

@@ -20,7 +20,7 @@ _COMMANDS = {
     "convert": ("convert", "kept state into another state format"),
     "universal": ("universal", "a checkpoint with every parameter in files of its own"),
     "export": ("export", "weights for transformers or plain Lightning"),
-    "jobs": ("jobs", "what lies on the drives, and whose it is"),
+    "jobs": ("jobs", "list the jobs on the drives"),
     "scrub": ("scrub", "whether state or a checkpoint is whole"),
     "selftest": ("smartssd.selftest", "whether SmartSSDs can update"),
     "card-report": ("smartssd.report", "try a new SmartSSD, and pack a report"),
@@ -68,7 +68,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         print(f"smart-infinity: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
-        told = str(interrupt) or "nothing is left of what was begun"
+        told = str(interrupt) or "unfinished output was removed"
         print(f"smart-infinity: interrupted; {told}.", file=sys.stderr)
         return _INTERRUPTED
 

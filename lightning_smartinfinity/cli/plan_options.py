@@ -77,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--init-args", type=_arguments, metavar="JSON", help="arguments of package.module:Class")
     _add_training(parser.add_argument_group("the training"))
-    _add_machine(parser.add_argument_group("the machine; what is left out is looked up on this one"))
+    _add_machine(parser.add_argument_group("the machine; omitted values are looked up on this one"))
     parser.add_argument("--measure", action="store_true", help="measure layers, memory and drive, in about a minute")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -96,7 +96,7 @@ def _add_training(group: Any) -> None:
     add("precision", "precision of the Trainer", choices=PRECISIONS)
     add("optimizer", "class of torch.optim", choices=tuple(OPTIMIZERS))
     add("state-format", "format of the state on storage", choices=tuple(STATE_FORMATS))
-    add("offload-param", "where parameters lie between uses", choices=OFFLOADS)
+    add("offload-param", "where parameters are stored between uses", choices=OFFLOADS)
     for name, dest, words in _BUDGETS:
         group.add_argument(f"--{name}", dest=dest, type=_size, metavar="SIZE", help=words)
     group.add_argument(

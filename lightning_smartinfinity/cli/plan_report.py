@@ -98,8 +98,8 @@ def _verdict(found: Findings) -> Iterator[str]:
     yield from (f"  {what_breaks(need, found.resources)}" for need in found.asked.broken)
     best = found.best
     if not best.fits:
-        yield "Nothing that was tried fits: where parameters lie, where the model is built, activation checkpoints,"
-        yield "training that waits for its checkpoints, smaller micro-batches, smaller state formats, bf16."
+        yield "No combination fits: tried were other places for parameters and for building the model, activation"
+        yield "checkpoints, training that waits for its checkpoints, smaller micro-batches and state formats, and bf16."
     if best.training != found.asked.training:
         verdict = f"It fits{_tight(best, found)}" if best.fits else "It lacks the least"
         yield f"{verdict} with {', '.join(_changes(best, found.asked))}:"
@@ -130,7 +130,7 @@ def _pace(plan: Plan, found: Findings) -> Iterator[str]:
     if plan.pace is None:
         yield "The time of a step is unknown, as forward and backward could not be counted."
         return
-    yield "Seconds of a step; the update runs beside the next forward"
+    yield "Seconds of a step; the update runs during the next forward"
     for name in _PARTS:
         if name == "network" and plan.training.nodes == 1:
             continue

@@ -79,7 +79,7 @@ def require_outside(target: Path, checkpoint: Path) -> None:
     exists = os.path.lexists(checkpoint)  # False for a path with a NUL byte, which realpath refuses
     if exists and Path(os.path.realpath(target)).is_relative_to(os.path.realpath(checkpoint)):
         raise CheckpointError(
-            f"The export {target} would lie in the checkpoint {checkpoint}.", "Name a folder elsewhere."
+            f"The export {target} would be inside the checkpoint {checkpoint}.", "Name a folder elsewhere."
         )
 
 

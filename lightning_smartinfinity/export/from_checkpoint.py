@@ -215,6 +215,6 @@ def _told_plain(target: Path, export: FolderExport) -> list[str]:
     dtype = str(export.dtype).removeprefix("torch.")
     return [
         f"Wrote {target / 'model.safetensors'} in {dtype}, {export.plan.nbytes} bytes of weights.",
-        "The checkpoint tells of no model of transformers, so the weights have the names of the module. For a folder "
+        "The checkpoint describes no model of transformers, so the weights have the names of the module. For a folder "
         "that from_pretrained loads, pass the folder of the model as --model.",
     ]

@@ -136,7 +136,7 @@ def gain_on_host() -> CompressionGain:
     """Return the gain if the host's CPU updates: there is none, since gradients are already in host memory."""
     return CompressionGain(
         1.0,
-        "On the host device gradients lie in host memory: they cross no channel to storage that compression could"
+        "On the host device gradients are in host memory: they pass no channel to storage that compression could"
         " relieve, and compressing them takes CPU time.",
     )
 
@@ -185,9 +185,11 @@ def _reason(part: float, num_devices: int, ratio: float, at_best: float) -> str:
     if part >= 1:
         return f"{made}: values with their places are no fewer bytes than all values without."
     if at_best >= 1 + _LEAST_GAIN:
-        return f"{made}: making what is sent, and keeping what is not, takes longer than it saves."
+        return f"{made}: selecting the elements to send and keeping the others takes longer than it saves."
     waits = f"{made}: it waits for what the devices read, compute and write themselves, not for the channel"
-    return waits + (", and then for making what is sent and keeping what is not." if ratio <= 1 - _LEAST_GAIN else ".")
+    if ratio > 1 - _LEAST_GAIN:
+        return waits + "."
+    return waits + ", and then for selecting the elements to send and keeping the others."
 
 
 def published_smartssds(num_devices: int, *, duplex: bool = False, select: float = 0.0, cores: int = 1) -> Machine:

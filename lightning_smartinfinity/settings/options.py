@@ -60,13 +60,13 @@ ACCEPTED = {
 }
 """Accepted options by place: all three constructors, their dicts, and the dicts inside of ``zero``."""
 
-_STATE = "Leave it out: optimizer state always lies in the folders of storage=..., and transfer={'dram_cache_bytes': "
+_STATE = "Leave it out: optimizer state is always in the folders of storage=..., and transfer={'dram_cache_bytes': "
 _STATE += "'auto'} keeps in host memory what fits."
 _CHECKPOINTING = "Call deepspeed.checkpointing.configure(None, {}=True) before you use deepspeed.checkpointing."
 _OFFLOAD_PARAM = "Pass zero={{'offload_param': {{'device': {!r}, {!r}: $value}}}}."
 _CONFIG = "Pass its section zero_optimization, without stage and offload_optimizer, as zero={...}."
 _CARDS = "or the cards of storage folders as smartssd={'devices': [...]}."
-_PARTITIONED = "and zero={'offload_param': {'device': 'cpu'}}, or 'nvme', says where the partitions lie."
+_PARTITIONED = "and zero={'offload_param': {'device': 'cpu'}}, or 'nvme', says where the partitions are stored."
 
 
 def _by_name(rows: Mapping[str, Row]) -> dict[str, Row]:
@@ -140,18 +140,18 @@ def _feature(feature: str, *harmless: object) -> _Refusal:
 
 
 _OLD_NAME = "is an old name of DeepSpeed's"
-_OUTSIDE = "belongs beside the section in DeepSpeed's configuration"
+_OUTSIDE = "belongs outside of this section in DeepSpeed's configuration"
 _KEYS = {
     "stage": _Refusal("cannot be set, because training is always in ZeRO stage 3", "Leave it out."),
     "cpu_offload offload_optimizer": _Refusal(
-        "cannot be set, because optimizer state lies on storage",
+        "cannot be set, because optimizer state is on storage",
         "Leave it out: storage=... names the folders, and transfer={'dram_cache_bytes': 'auto'} keeps in host "
         "memory what fits.",
     ),
     # DeepSpeed still accepts these old names, and would silently move them into another section.
     "cpu_offload_param": _Refusal(
         _OLD_NAME,
-        "Write zero={'offload_param': {'device': 'cpu'}} for parameters; optimizer state lies on storage.",
+        "Write zero={'offload_param': {'device': 'cpu'}} for parameters; optimizer state is on storage.",
     ),
     "cpu_offload_use_pin_memory": _Refusal(
         _OLD_NAME, "Write zero={'offload_param': {'device': 'cpu', 'pin_memory': True}}."
@@ -160,7 +160,7 @@ _KEYS = {
         _OLD_NAME, "Write zero={'stage3_gather_16bit_weights_on_model_save': True}."
     ),
     "optimizer": _Refusal(
-        _OUTSIDE, "Leave it out: the optimizer is your program's, and its state lies in the folders of storage=..."
+        _OUTSIDE, "Leave it out: the optimizer is your program's, and its state is in the folders of storage=..."
     ),
     "activation_checkpointing aio bf16 fp16 gradient_accumulation_steps gradient_clipping scheduler "
     "train_batch_size train_micro_batch_size_per_gpu": _Refusal(

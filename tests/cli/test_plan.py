@@ -50,7 +50,7 @@ def test_what_breaks_is_named(folder: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["plan", folder, *SMALL, "--seq", "16", "--disk", "1MB"]) == 3
     printed = capsys.readouterr().out
     assert "It does not fit as asked:\n  disk (in all) needs" in printed
-    assert "Nothing that was tried fits" in printed
+    assert "No combination fits" in printed
     assert "It lacks the least with " in printed and "state_format='int8'" in printed
     found = planned(capsys, folder, *SMALL, "--seq", "16", "--disk", "1MB", status=3)
     assert not found["best"]["fits"]

@@ -58,7 +58,7 @@ def answer_to(**options: Any) -> str:
         ({"process_group_backend": "nccl"}, "NCCL"),
         ({"exclude_frozen_parameters": True}, "the adapters alone"),
         ({"load_full_weights": True}, "from_pretrained loads whole weights"),
-        ({"offload_optimizer": True}, "always lies in the folders of storage=..."),
+        ({"offload_optimizer": True}, "is always in the folders of storage=..."),
         ({"nvme_path": "/nvme"}, "Pass storage='/nvme'"),
         ({"stages": 3}, "Did you mean 'stage'? Leave it out"),
         ({"time_out": 30}, "Did you mean 'timeout'? Pass TrainingArguments(ddp_timeout=...)"),

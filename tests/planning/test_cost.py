@@ -156,7 +156,7 @@ def test_compression_can_be_a_loss() -> None:
     """Compression makes a step longer where devices are the bottleneck, and the reason says so."""
     gain = gain_of(TopK(0.01), dense(2), CompressionResources(num_cards=4, num_cores=64))
     assert gain.ratio < 0.9
-    assert "not for the channel, and then for making what is sent and keeping what is not." in gain.reason
+    assert "not for the channel, and then for selecting the elements to send and keeping the others." in gain.reason
 
 
 def test_where_the_channel_is_what_is_waited_for() -> None:

@@ -102,6 +102,6 @@ def test_a_pin_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with created([tmp_path]) as store:
         commit_generation(store, 0)
         before = store.storage_bytes
-        with pytest.raises(StorageFullError, match="more than half of what is free"):
+        with pytest.raises(StorageFullError, match="over half of the free space"):
             store.pin()
         assert store.storage_bytes == before

@@ -90,6 +90,6 @@ def test_a_stage_and_an_offloaded_optimizer() -> None:
     with pytest.raises(ConfigError) as caught:
         SmartInfinityStrategy(stage=3, offload_optimizer=True, nvme_path="/nvme")  # type: ignore[call-arg]
     assert "always in ZeRO stage 3" in str(caught.value)
-    assert "optimizer state always lies in the folders of storage=" in str(caught.value)
+    assert "optimizer state is always in the folders of storage=" in str(caught.value)
     assert "Pass storage='/nvme'" in str(caught.value)
     assert "zero={'offload_optimizer'" not in str(caught.value)

@@ -540,7 +540,7 @@ def test_what_somebody_removes_within_a_save(tmp_path: Path) -> None:
                 if entry.is_file():
                     entry.unlink()
 
-    with pytest.raises(CheckpointError, match="somebody has removed what was written"):
+    with pytest.raises(CheckpointError, match="another process has removed the written files"):
         lose()
     assert saved(tmp_path / "a.ckpt") == {"old"}
 

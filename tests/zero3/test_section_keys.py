@@ -9,9 +9,9 @@ import pytest
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, UnsupportedError
 from lightning_smartinfinity.settings.options import check_keys
 
-STATE = "optimizer state lies on storage. Leave it out: storage=... names the folders"
+STATE = "optimizer state is on storage. Leave it out: storage=... names the folders"
 ON_CPU = "Write zero={'offload_param': {'device': 'cpu'}}"
-BESIDE = "belongs beside the section in DeepSpeed's configuration. Leave it out"
+BESIDE = "belongs outside of this section in DeepSpeed's configuration. Leave it out"
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ BESIDE = "belongs beside the section in DeepSpeed's configuration. Leave it out"
         ({"offload_optimizer": {"device": "nvme"}}, STATE),
         ({"offload_optim": {"device": "nvme"}}, STATE),
         ({"cpu_offload": True}, STATE),
-        ({"optimizer": {"type": "AdamW"}}, "its state lies in the folders of storage=..."),
+        ({"optimizer": {"type": "AdamW"}}, "its state is in the folders of storage=..."),
         ({"cpu_offload_param": True}, ON_CPU),
         ({"cpu_offload_params": True}, ON_CPU),
         ({"zero_optimization": {"stage": 3, "overlap_comm": True}}, "inside of it: zero={'overlap_comm': True}."),

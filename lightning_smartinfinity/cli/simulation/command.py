@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["DESCRIPTION", "add_options", "run"]
 
 DESCRIPTION = """\
-Simulate training steps of one machine and print their seconds: of every combination of what is listed, but those that
-no system has.
-What is not given is as on the machine of the Smart-Infinity paper, SmartSSDs behind one switch: stated there, or fitted
-to its tables. Nothing is measured here, and nothing but the plot is written.
+Simulate training steps of one machine and print their seconds, for every combination of the listed values that a
+system can have.
+Values that are not given are those of the machine of the Smart-Infinity paper, SmartSSDs behind one switch: stated
+there, or fitted to its tables. Nothing is measured here, and nothing but the plot is written.
 """
 _GIGA = 1e9
 _GIBI = 1 << 30

@@ -66,7 +66,7 @@ def _add_lists(listed: Any) -> None:
         " what is sent, in backward, in the time fitted to the paper; a choice by the CPU is not charged"
     )
     add("compression", [None], compression, "none", type=_ratio, metavar="RATIO")
-    overlap = "what the update of this package runs beside: nothing, or the next forward"
+    overlap = "what runs during this package's update: nothing, or the next forward"
     add("overlap", ["none"], overlap, choices=("none", "forward"))
 
 

@@ -310,7 +310,7 @@ class SmartSSDDevice(StorageDevice):
         if late is not None:
             self._fail(worker, _unfinished_write(worker, late))
         _log.warning(
-            "The %s failed: %s. The host updates the %d tasklets that it leaves unfinished.",
+            "The %s failed: %s. The host updates its %d unfinished tasklets.",
             *(worker.card.label, worker.failure, len(unfinished)),
         )
         self._give_host(unfinished)

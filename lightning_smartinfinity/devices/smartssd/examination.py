@@ -35,7 +35,7 @@ from lightning_smartinfinity.settings import SmartSSDConfig, storage_folders
 __all__ = ["Finding", "examine"]
 
 _T = TypeVar("_T")
-_UNFORESEEN = "This is an error of lightning-smartinfinity: please report it, with what is shown here."
+_UNFORESEEN = "This is an error of lightning-smartinfinity: please report it with this output."
 _GIB = 1 << 30
 _MIB = 1 << 20
 

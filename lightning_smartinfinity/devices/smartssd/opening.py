@@ -25,7 +25,7 @@ _GONE = (
     "The card is gone. Look into the kernel log and at `xbutil examine`, and reset it or restart the machine. Or use"
     f" update_device='host'.{SELF_TEST_ADVICE}"
 )
-_OLD_XRT = "Install XRT 2.13 or later: what is loaded is another release, or another library of that name."
+_OLD_XRT = "Install XRT 2.13 or later: the loaded library is of another release, or another library of that name."
 _UNFOUND = f"Check XILINX_XRT, the driver xocl and the card: `xbutil examine`.{SELF_TEST_ADVICE}"
 _ANOTHER = (
     "Look at `xbutil examine` whether the card is still there. If it is, close what holds it with another xclbin, and"
@@ -47,7 +47,7 @@ _REMEDIES = {
     "too small": _SMALLER,
     "xrtBOAlloc": _SMALLER,
     "bad_alloc": _SMALLER,
-    "bank": f"{_REBUILD} All its kernels' ports lie in the card's one bank.",
+    "bank": f"{_REBUILD} All its kernels' ports are in the card's one bank.",
     "Xclbin": _ANOTHER,
     "load the xclbin": _ANOTHER,
     "interface version": _REBUILD,

@@ -90,7 +90,7 @@ class CardWorker:
     @property
     def failure(self) -> str:
         """Message of the batch's failure."""
-        return self._failure.message if self._failure is not None else "an interrupt came before it could be told why"
+        return self._failure.message if self._failure is not None else "an interrupt came before the reason was known"
 
     def holds(self, tasklet: native.Tasklet) -> bool:
         """Return whether a tasklet's extents are on the card's SSD."""

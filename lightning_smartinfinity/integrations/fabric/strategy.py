@@ -331,7 +331,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             raise UnsupportedError(
                 f"fabric.backward({type(tensor).__name__} of shape {tuple(tensor.shape)}, "
                 f"{', '.join([*map(repr, args), *kwargs])}) does not work with the smart_infinity strategy.",
-                "Pass a loss of one element, and nothing but retain_graph beside it.",
+                "Pass a loss of one element, and no other argument than retain_graph.",
             )
         self._require_loaded()
         super().backward(tensor, module, **kwargs)

@@ -296,7 +296,7 @@ def _set_up_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModu
         held = [getattr(tensor, "ds_tensor", tensor) for tensor in tensors]  # this rank's part, if partitioned
         gigabytes = sum(tensor.numel() * tensor.element_size() for tensor in held) / 1e9
         name = type(callback).__name__
-        rank_zero_info(f"{name} holds its average in memory, beside the training: {gigabytes:.2f} GB per process.")
+        rank_zero_info(f"{name} adds its average to the memory of the training: {gigabytes:.2f} GB per process.")
 
 
 def _save_average(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def check_arguments(args: Arguments) -> None:
         usable = [repr(each.value) for each in OptimizerNames if has_rule(each.value)]
         raise UnsupportedError(
             f"TrainingArguments(optim={name!r}) does not work with SmartInfinityTraining: no update rule is known "
-            "for this optimizer, whose state would have to lie on storage.",
+            "for this optimizer, whose state would have to be on storage.",
             f"Use optim={' or '.join(usable)}; state_format='int8' makes the state on storage smaller.",
         )
 
@@ -87,7 +87,7 @@ def refuse_quantized(model: torch.nn.Module) -> None:
         if getattr(each, "is_quantized", False) or getattr(each, "hf_quantizer", None) is not None:
             raise UnsupportedError(
                 f"{type(each).__name__} {name!r} has quantized weights (4 or 8 bits), which ZeRO-3 cannot partition.",
-                "Load it without quantization_config; its weights may lie on storage instead: "
+                "Load it without quantization_config; its weights may be on storage instead: "
                 "SmartInfinityTraining(zero={'offload_param': {'device': 'nvme'}}).",
             )
 

@@ -121,7 +121,7 @@ class CompressedGradients:
             native.feed_back(list(tasklets), residual_scale=scale, threads=self._num_threads)
         except (ValueError, MemoryError) as error:
             raise StorageError(
-                f"What was not sent of the gradients cannot be kept: {error}.",
+                f"The part of the gradients that was not sent cannot be kept: {error}.",
                 "Check the memory, and resume from a checkpoint.",
             ) from error
 

@@ -140,7 +140,7 @@ class DeviceSelection:
                 encoded = self._encoded(tasklet, payloads[offsets[tasklet.index] :], batch.residual_scale)
             except torch.OutOfMemoryError as error:
                 raise CudaError(
-                    f"There is no memory on {self._device} to choose what is sent of one tasklet: {error}.",
+                    f"There is no memory on {self._device} to choose the elements of one tasklet to send: {error}.",
                     "Use smaller tasklets (TransferConfig(tasklet_bytes=...)), or a smaller batch.",
                 ) from error
             yield native.Batch(batch.operation, [encoded], batch.steps, batch.stream, slot_bytes=batch.slot_bytes)

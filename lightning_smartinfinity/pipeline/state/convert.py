@@ -164,7 +164,7 @@ def _layout(manifest: Manifest, *, tasklet_bytes: int, num_devices: int, state_f
         )
     except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise StorageCorruptError(
-            f"The manifest in {manifest.folders[0]!r} does not describe the parameters whose state lies there.",
+            f"The manifest in {manifest.folders[0]!r} does not describe the parameters whose state is there.",
             "Resume from a checkpoint in the format that you want.",
         ) from error
 

@@ -136,7 +136,7 @@ def _layout_of(manifest: Manifest) -> PartitionLayout:
         return layout_over(described_slices(manifest.description.parameters), manifest.extents)
     except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise StorageCorruptError(
-            f"The manifest in {manifest.folders[0]!r} does not describe the parameters whose state lies there.",
+            f"The manifest in {manifest.folders[0]!r} does not describe the parameters whose state is there.",
             "Begin anew, or resume from a checkpoint.",
         ) from error
 

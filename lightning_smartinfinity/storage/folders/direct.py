@@ -64,7 +64,7 @@ def _choose(folder: OpenFolder, choice: str, try_direct: Callable[[], None]) -> 
     if choice == "on":
         raise StorageError(problem, f"{remedy}, or TransferConfig(direct_io='auto').")
     warnings.warn(
-        f"{problem} What is stored there goes through the page cache and competes for host memory. {remedy},"
+        f"{problem} Data stored there goes through the page cache and competes for host memory. {remedy},"
         " or TransferConfig(direct_io='off') to silence this warning.",
         stacklevel=2,
     )

@@ -413,7 +413,7 @@ class RankFolder:
         aside = self.inside.aside(name)
         self.inside.rename(name, aside)
         _log.warning(
-            "%r, left by an earlier job, is damaged and was renamed to %r; the state beside it was removed.",
+            "%r, left by an earlier job, is damaged and was renamed to %r; the state next to it was removed.",
             str(self.path / name),
             aside,
         )

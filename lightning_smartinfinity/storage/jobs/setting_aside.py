@@ -263,7 +263,7 @@ def _torn(training: Training, job: str) -> StorageError:
     return StorageError(
         f"{str(training.parts[0].path)!r} holds a part of a training that was interrupted{_after(training.step)}. It "
         f"is set aside as a whole or not at all, and its part {str(lost)!r} cannot be found.",
-        f"Mount {storage!r}, or begin where all of its parts can be reached; or remove what is left, with "
+        f"Mount {storage!r}, or begin where all of its parts can be reached; or remove the rest with "
         f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
     )
 

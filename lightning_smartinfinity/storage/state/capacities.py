@@ -83,7 +83,7 @@ class Capacities:
         folder, num_bytes = self._folders[device].path, self._extents.place_offset(places - self._places[device])
         if not has_room(folder, num_bytes, ranks=self._ranks):
             raise StorageFullError(
-                f"{num_bytes} bytes more in {str(folder)!r}, for each rank, would take more than half of what is free.",
+                f"{num_bytes} bytes more in {str(folder)!r}, for each rank, would be over half of the free space.",
                 "Free space there to let the state move to the faster folder.",
             )
 

@@ -25,7 +25,7 @@ _CANDIDATES = ("forward", "backward")
 # loop that announces steps calls no backward for the last micro-batch of a window if it has no loss.
 _PATIENCE = 2
 _NOBODY_TELLS = (
-    "nobody tells before a backward that a step follows it. In manual optimization nobody can; in Fabric call "
+    "no caller announces before a backward that a step follows it. Manual optimization cannot; in Fabric call "
     "optimizer.engine.set_gradient_accumulation_boundary(True) before the last backward of each step"
 )
 

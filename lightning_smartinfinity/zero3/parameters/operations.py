@@ -190,7 +190,7 @@ def _whole_gradient(param: ZeroParameter, written: bool) -> Iterator[torch.Tenso
         raise UnsupportedError(
             f"The gradient of a parameter of shape {tuple(param.ds_shape)} is gone: a step has used it, or zero_grad() "
             "was called.",
-            "Read it between backward and step, and clone() what is needed later.",
+            "Read it between backward and step, and clone() values that are needed later.",
         )
     gradient = gradient.reshape(param.ds_shape).div_(training.loss_scale)
     yield gradient

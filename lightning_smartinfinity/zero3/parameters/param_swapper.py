@@ -269,7 +269,7 @@ class ParameterSwapper:
         swap_in_buffers: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Read partitions, or start reading them."""
-        assert swap_in_buffers is None, "nobody reads into other buffers"
+        assert swap_in_buffers is None, "reads go into no other buffers"
         # DeepSpeed reads ahead along its trace, which lists a parameter once for each use.
         params = list(dict.fromkeys(params))
         if async_op:

@@ -109,7 +109,7 @@ class _Job(threading.Thread):
         except Exception as error:
             self.failure = lost_rank_behind(error) or CheckpointError(
                 f"A checkpoint could not be saved or removed in the background: {str(error) or type(error).__name__}.",
-                "Look at its folder and its disk, and save again. What was whole before still is.",
+                "Check its folder and its disk, and save again. Earlier complete checkpoints are unchanged.",
             )
 
     def join_if_alive(self) -> None:

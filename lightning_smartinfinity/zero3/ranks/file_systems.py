@@ -144,7 +144,7 @@ def network_warning(folders: Sequence[Path]) -> str | None:
         mount = mount_of(folder)
         if mount is not None and mount.kind in _OF_NETWORKS:
             return (
-                f"{str(folder)!r} on {platform.node()} lies on a network file system ({mount.kind}, {mount.source}): "
+                f"{str(folder)!r} on {platform.node()} is on a network file system ({mount.kind}, {mount.source}): "
                 "the optimizer state would cross the network at every step. Pass a folder on a drive of each machine, "
                 "such as storage='/mnt/nvme' or storage='$SLURM_TMPDIR'."
             )

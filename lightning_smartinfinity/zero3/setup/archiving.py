@@ -125,7 +125,7 @@ def carry_out(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None)
     with closing(Mover(plan, rank=dist.get_rank(group))) as mover:
         stages: list[tuple[Callable[[], None], str]] = [
             (mover.claim, "Locking"),
-            (mover.make_room, "Deleting what is replaced by"),
+            (mover.make_room, "Deleting the files replaced by"),
             (mover.move, "Moving"),
         ]
         for stage, doing in stages:

@@ -88,7 +88,7 @@ def _follow_budget(section: DeepSpeedConfig, user: Mapping[str, object], nbytes:
     set_too = [f"zero={{{key!r}: ...}}" for key in user if key.removeprefix("stage3_") in FOLLOWS_FROM_BUDGET]
     set_too += [f"zero={{'offload_param': {{{key!r}: ...}}}}" for key in offload if key in FOLLOWS_FROM_BUDGET]
     if set_too:
-        raise ConfigError(f"{set_too[0]} follows from {budget}, and cannot be set beside it.", "Leave one of them out.")
+        raise ConfigError(f"{set_too[0]} follows from {budget}, and cannot be set as well.", "Leave one of them out.")
     section["stage3_param_persistence_threshold"] = 0
     section["stage3_max_live_parameters"] = max(1, nbytes // _LEAST_ITEM_BYTES)
     # Parameters gathered together would briefly be in memory twice.

@@ -151,7 +151,8 @@ def check_model(model: torch.nn.Module) -> None:
     _warn_of_cast(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedError(
-            f"{type(model).__name__} has no parameter with requires_grad=True.", "Unfreeze what is to be trained."
+            f"{type(model).__name__} has no parameter with requires_grad=True.",
+            "Unfreeze the parameters to be trained.",
         )
 
 
@@ -203,7 +204,7 @@ def _check_memory(model: torch.nn.Module) -> None:
     for (_, end, name), (begin, _, other) in pairwise(place for place in placed if place[0] < place[1]):
         if begin < end:
             raise UnsupportedError(
-                f"Parameters {name!r} and {other!r} lie in the same memory, which ZeRO-3 would silently undo.",
+                f"Parameters {name!r} and {other!r} share memory, which ZeRO-3 would silently undo.",
                 f"Tie them by assigning one Parameter to both places, not its data ({other} = {name}).",
             )
 

@@ -50,7 +50,7 @@ def ssd_of(system: System, folder: Path) -> Ssd:
     """
     mount = mount_of(folder, system.mountinfo)
     if mount is None:
-        raise _refused(folder, "lies on no mount that this process sees")
+        raise _refused(folder, "is on no mount that this process sees")
     _require_file_system(folder, mount)
     block = (system.sysfs / "dev/block" / mount.device).resolve()
     if not block.is_dir():

@@ -161,7 +161,7 @@ def put_save_in_place(staging: Path, target: Path, tag: str, save_id: str) -> No
     """Swap the new save with the old one; the old one is then in the staging folder."""
     new = staging / _NEW
     if not (staging / save_id).exists():
-        raise FileNotFoundError(errno.ENOENT, "somebody has removed what was written", str(staging))
+        raise FileNotFoundError(errno.ENOENT, "another process has removed the written files", str(staging))
     if staging.parent == target:
         beside_tag = [entry.name for entry in new.iterdir() if entry.name != tag]
         try:

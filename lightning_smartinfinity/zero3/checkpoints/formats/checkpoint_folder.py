@@ -128,7 +128,7 @@ def _tag_in(latest: Path) -> str:
     tag = content.decode(errors="replace").strip()
     if len(content) > _MAX_TAG_BYTES or tag in ("", ".", "..") or set(tag) & {"/", "\0"}:
         raise CheckpointError(
-            f"{latest} names {shown(tag)}, which is not the name of a folder beside it.",
+            f"{latest} names {shown(tag)}, which is not the name of a folder next to it.",
             "Write the name of the subfolder with the processes' files into it, or use another checkpoint.",
         )
     return tag

@@ -204,7 +204,7 @@ class BackgroundSaves:
     def _warn(self, problem: str) -> None:
         if not self._has_warned and dist.get_rank() == 0:
             warnings.warn(
-                f"Training waits for checkpoints, since storage has no room to save them beside it: {problem} Free "
+                f"Training waits for checkpoints, since storage has no room to save them meanwhile: {problem} Free "
                 "space there, or pass TransferConfig(asynchronous=False) to save so without this warning.",
                 stacklevel=2,
             )
