@@ -49,7 +49,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default: 24 of classes, 60 of handshake")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    folder = os.environ.setdefault("STORAGE_OF_BENCHMARK", tempfile.mkdtemp())  # a second rank starts this script again
+    if "STORAGE_OF_BENCHMARK" not in os.environ:  # a second rank starts this script again
+        os.environ["STORAGE_OF_BENCHMARK"] = tempfile.mkdtemp()
     if "LOCAL_RANK" not in os.environ:
         print(describe("torch"), flush=True)
     if options.part == "classes":
@@ -60,7 +61,7 @@ def main() -> None:
             classes(torch.nn.Sequential(*layers), options.rows, threshold, options.rounds or 24)
     else:
         handshake(options.widths, options.rounds or 60)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(os.environ["STORAGE_OF_BENCHMARK"], ignore_errors=True)
 
 
 def trained(net: torch.nn.Module, devices: int, threshold: int) -> tuple[L.Fabric, Any, Any]:

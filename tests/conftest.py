@@ -1,4 +1,4 @@
-"""Settings for every test: no network, no silent skips, no memory left behind."""
+"""Settings for every test: no network, no silent skips, no memory and no files left behind."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.helpers.attacks import PROPERTY, Attack
 from tests.helpers.offloaded import ASKED_FOR
@@ -28,10 +29,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # A busy machine takes as long as it takes: no test fails by the time of an example.
 settings.register_profile("lenient", deadline=None)
 settings.load_profile("lenient")
+# Failing examples are kept for the next run, but not in the current folder.
+set_hypothesis_home_dir(Path(__file__).parents[1] / "build/hypothesis")
 
 _FORBIDDEN_SKIPS = pytest.StashKey[list[str]]()
 _NUM_MODULES = pytest.StashKey[int]()
-_SHARED_BEFORE = pytest.StashKey[set[Path]]()
+_LEFT_BEFORE = pytest.StashKey[set[Path]]()
+_CACHES = {"__pycache__", ".pytest_cache", "build"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FORBIDDEN_SKIPS] = []
-    config.stash[_SHARED_BEFORE] = _shared_buffers()
+    config.stash[_LEFT_BEFORE] = _left(config)
     config.pluginmanager.register(_SkipWatch(config.stash[_FORBIDDEN_SKIPS]))
     # As under `make`: each process of the tests would compile for seven seconds what it imports.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -162,7 +166,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     stash = session.config.stash
-    wrong = stash[_FORBIDDEN_SKIPS] or _shared_buffers() - stash[_SHARED_BEFORE]
+    wrong = stash[_FORBIDDEN_SKIPS] or _left(session.config) - stash[_LEFT_BEFORE]
     if wrong and _in_ci() and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -173,16 +177,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("skipped, but should have run here (CI=true)", red=True)
         for line in forbidden:
             terminalreporter.line(line)
-    left = _shared_buffers() - config.stash[_SHARED_BEFORE]
+    left = _left(config) - config.stash[_LEFT_BEFORE]
     if left and _in_ci():
-        terminalreporter.section("left in shared memory, 69 MB each (CI=true)", red=True)
+        terminalreporter.section("left by tests in shared memory or in the current folder (CI=true)", red=True)
         for path in sorted(left):
             terminalreporter.line(str(path))
 
 
-def _shared_buffers() -> set[Path]:
-    """Return the buffers of DeepSpeed's op for collectives in shared memory, which no process may use."""
-    return set(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*"))
+def _left(config: pytest.Config) -> set[Path]:
+    """Return what tests may have left: files in the current folder, and buffers of DeepSpeed's op for collectives.
+
+    No process may use this op, whose buffers stay in shared memory.
+    """
+    here = {path for path in config.invocation_params.dir.iterdir() if path.name not in _CACHES}
+    return here | set(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*"))
 
 
 def _in_ci() -> bool:

@@ -1,4 +1,4 @@
-"""In CI a skipped test fails the session unless the machine cannot run it, and so does memory left behind."""
+"""In CI a skipped test fails the session unless the machine cannot run it, and so do memory and files left behind."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def test_passes(): pass
 LEAVES_MEMORY = """
 import os
 def test_leaves(): open(f'{shared}/deepspeed_allreduce_buffer_{os.getuid()}__1_0', 'w').close()
+"""
+LEAVES_A_FILE = "def test_leaves(): open('left.txt', 'w').close()"
+PROPERTY = """
+from hypothesis import given, strategies
+@given(strategies.integers())
+def test_holds(number): assert number * 0 == 0
 """
 EXPECTED_FAILURE = "import pytest\n@pytest.mark.xfail\ndef test_known_bug(): assert False"
 
@@ -91,6 +97,15 @@ def test_memory_left_behind_fails_in_ci(ci: str, expected: int, tmp_path: Path) 
     status, output = run(tmp_path, source, ci=ci)
     assert status == expected
     assert (f"deepspeed_allreduce_buffer_{os.getuid()}__1_0" in output) == bool(expected)
+
+
+@pytest.mark.parametrize(("ci", "expected"), [("true", 1), ("", 0)])
+def test_a_file_left_in_the_current_folder_fails_in_ci(ci: str, expected: int, tmp_path: Path) -> None:
+    """The session names the file. The database of hypothesis is elsewhere."""
+    status, output = run(tmp_path, f"{LEAVES_A_FILE}\n{PROPERTY}", ci=ci)
+    assert status == expected
+    assert (f"{tmp_path / 'left.txt'}\n" in output) == bool(expected)
+    assert not (tmp_path / ".hypothesis").exists()
 
 
 def test_no_tests_at_all_fail(tmp_path: Path) -> None:

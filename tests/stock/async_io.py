@@ -29,17 +29,18 @@ def library() -> ctypes.CDLL:
     import deepspeed
 
     theirs = Path(deepspeed.__file__).parent / "ops" / "csrc" / "aio" / "common"
-    target = Path(tempfile.mkdtemp(prefix="stock-async-io-")) / "async_io.so"
     compiler = os.environ.get("CXX", "c++")
-    subprocess.run(
-        [
-            *(compiler, "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{_SOURCES}", f"-I{theirs}", "-o", str(target)),
-            *(str(path) for path in (_SOURCES / "glue.cpp", *sorted(theirs.glob("*.cpp")))),
-        ],
-        check=True,
-        timeout=PROCESS_LIMIT,
-    )
-    loaded = ctypes.CDLL(str(target))
+    with tempfile.TemporaryDirectory(prefix="stock-async-io-") as folder:
+        target = Path(folder) / "async_io.so"
+        subprocess.run(
+            [
+                *(compiler, "-std=c++17", "-O1", "-fPIC", "-shared", f"-I{_SOURCES}", f"-I{theirs}", "-o", str(target)),
+                *(str(path) for path in (_SOURCES / "glue.cpp", *sorted(theirs.glob("*.cpp")))),
+            ],
+            check=True,
+            timeout=PROCESS_LIMIT,
+        )
+        loaded = ctypes.CDLL(str(target))
     loaded.transfer.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64] + [
         ctypes.c_int
     ] * 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -25,7 +25,8 @@ ON_STORAGE = {
 @cache
 def in_memory(door: str, terms: bool) -> list[Any]:
     """Return what the same training sees in memory."""
-    return DOORS[door](Path(mkdtemp()), None, terms=terms)
+    with TemporaryDirectory() as folder:
+        return DOORS[door](Path(folder), None, terms=terms)
 
 
 def assert_same(seen: list[Any], door: str, terms: bool) -> None:
