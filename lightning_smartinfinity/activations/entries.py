@@ -195,7 +195,7 @@ class Entry:
         return type(error)(f"{self}: {error.problem}", error.remedy)
 
     @property
-    def is_leaving(self) -> bool:
+    def is_being_written(self) -> bool:
         """Whether the bytes are on their way to storage: being written, or being copied so that they can be."""
         return self.writing is not None or (self.copied is not None and self.stored is not None)
 
@@ -259,7 +259,7 @@ class Entry:
         self._copied_version = self._packed_version
         self.memory = memory
 
-    def let_go(self) -> None:
+    def release_storage(self) -> None:
         """Keep the storage alive no longer: the bytes are in :attr:`memory`, or will be."""
         assert self.memory is not None
         self._storage = None

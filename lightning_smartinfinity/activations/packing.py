@@ -160,13 +160,13 @@ class Packing:
     def _can_move(self, tensor: torch.Tensor) -> bool:
         return (
             not self._store.stopped
-            and (tensor.device.type == "cpu" or self._can_leave(tensor.device))
+            and (tensor.device.type == "cpu" or self._can_evict_from(tensor.device))
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
             and not tensor._is_zerotensor()  # forward-mode differentiation has zeros without memory
             and _identity(tensor) is not None
         )
 
-    def _can_leave(self, device: torch.device) -> bool:
+    def _can_evict_from(self, device: torch.device) -> bool:
         # What is captured in a graph is run later, without these hooks.
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return False

@@ -15,8 +15,8 @@ from lightning_smartinfinity.activations.cuda.clock import DeviceClock
 from lightning_smartinfinity.activations.cuda.copies import DeviceCopies
 from lightning_smartinfinity.activations.cuda.devices import Devices
 from lightning_smartinfinity.activations.cuda.loads import Loads
-from lightning_smartinfinity.activations.departures import LEAST_FREED, Departures
 from lightning_smartinfinity.activations.entries import Entry
+from lightning_smartinfinity.activations.eviction import LEAST_FREED, Eviction
 from lightning_smartinfinity.activations.files import ActivationFiles
 from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.activations.geometry import Geometry
@@ -61,7 +61,7 @@ class ActivationStore:
         self._devices = Devices(self._rates, stop=self._writes.stop)
         self._freed_memory = FreedMemory(LEAST_FREED)
         self._traffic = ActivationTraffic()
-        self._departures = Departures(
+        self._eviction = Eviction(
             settings, self._pool, self._writes, traffic=self._traffic, freed_memory=self._freed_memory
         )
         self.lock = threading.RLock()
@@ -155,7 +155,7 @@ class ActivationStore:
         """
         self._files.finish_orphans()
         self._devices.reap()
-        return self._departures.nbytes + self._pool.lent_bytes + self._loads.nbytes
+        return self._eviction.nbytes + self._pool.lent_bytes + self._loads.nbytes
 
     def _spare_bytes(self) -> int | None:
         budget = self._settings.budget_bytes
@@ -177,9 +177,9 @@ class ActivationStore:
         return self._reads.ahead_bytes
 
     @property
-    def most_away_bytes(self) -> int:
+    def most_evicted_bytes(self) -> int:
         """Most bytes of entries that had left at once."""
-        return self._departures.most_away
+        return self._eviction.most_evicted
 
     @property
     def load_ahead_bytes(self) -> int:
@@ -222,13 +222,13 @@ class ActivationStore:
         self._pool.forget_gone()
         self._writes.forget_gone()
         self._reads.forget_gone()
-        self._departures.begin(forward)
+        self._eviction.begin(forward)
 
     def admit(self, entry: Entry, tensor: torch.Tensor, forward: Forward) -> None:
         """Take a new entry, which was made for a tensor, and let the oldest ones leave."""
-        self._departures.add(entry, tensor, forward)
+        self._eviction.add(entry, tensor, forward)
         self._reap()
-        self._departures.let_leave(forward, held_bytes=lambda: self.held_bytes)
+        self._eviction.evict_oldest(forward, held_bytes=lambda: self.held_bytes)
 
     def share(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Take a saved tensor that shares an entry."""
@@ -274,7 +274,7 @@ class ActivationStore:
         clock: DeviceClock | None = entry.forward.clock
         waiting = nullcontext if clock is None or not is_first_use else clock.waiting
         if not entry.is_original:
-            if entry.is_leaving:
+            if entry.is_being_written:
                 self._writes.give_up(entry)
                 self._traffic.forwarded_bytes += entry.nbytes
             if entry.loaded is None:

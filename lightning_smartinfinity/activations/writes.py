@@ -34,14 +34,14 @@ class Writes:
 
     def __init__(self, settings: ActivationOffload, files: ActivationFiles, pool: Pool) -> None:
         self._settings, self._files, self._pool = settings, files, pool
-        self._resting: deque[weakref.ref[Entry]] = deque()  # in the pool only, for the time being, oldest first
+        self._cached: deque[weakref.ref[Entry]] = deque()  # in the pool only, for the time being, oldest first
         self._copying: deque[weakref.ref[Entry]] = deque()  # being copied from devices into the pool, oldest first
-        self._leaving: deque[weakref.ref[Entry]] = deque()  # being written, oldest first
+        self._writing: deque[weakref.ref[Entry]] = deque()  # being written, oldest first
         self.stopped = False
 
     def entries(self) -> Iterator[Entry]:
         """Yield the entries that may be being written, oldest first."""
-        return (entry for found in self._leaving if (entry := found()) is not None)
+        return (entry for found in self._writing if (entry := found()) is not None)
 
     def note_packed(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Note that a tensor was packed whose bytes are those of an entry."""
@@ -50,19 +50,19 @@ class Writes:
         except CudaError as error:  # nobody knows when the tensor is computed, so it may not leave
             self.stop(entry.failure(error))
 
-    def begin(self, entry: Entry, *, rests: bool = False) -> bool:
-        """Copy an entry into the pool and start to write it, unless it rests; return whether there was room for it.
+    def begin(self, entry: Entry, *, stays_cached: bool = False) -> bool:
+        """Copy an entry into the pool, and start to write it unless it stays cached; return whether there was room.
 
         From a device the copy is only started, and the write starts when the copy has run.
 
         Args:
             entry: The entry.
-            rests: Whether it is to stay in the pool, and is not written for the time being.
+            stays_cached: Whether it is to stay in the pool, and is not written for the time being.
         """
         try:
-            if not self._make_room(entry, rests=rests):
+            if not self._make_room(entry, stays_cached=stays_cached):
                 return False
-            stored = None if rests else self._files.tensors.add(entry.nbytes)
+            stored = None if stays_cached else self._files.tensors.add(entry.nbytes)
             memory = self._pool.take(entry)
             entry.copy_out(memory)
         except (StorageError, CudaError) as error:
@@ -73,30 +73,30 @@ class Writes:
         # From here on others find the entry by its key and its bytes in the pool. Only then is it written, and only
         # then may its storage go, whose address a new one may take.
         entry.stored = stored
-        if rests:
-            self._resting.append(weakref.ref(entry))
+        if stays_cached:
+            self._cached.append(weakref.ref(entry))
         elif entry.copied is None:
             self._start(entry)
         else:
             self._copying.append(weakref.ref(entry))
-        entry.let_go()
+        entry.release_storage()
         return True
 
     def forget_gone(self) -> None:
         """Forget entries that are gone."""
-        self._resting = deque(found for found in self._resting if found() is not None)
+        self._cached = deque(found for found in self._cached if found() is not None)
 
-    def oldest_resting(self) -> Entry | None:
-        """Return the oldest entry that rests in the pool."""
-        while self._resting:
-            entry = self._resting[0]()
+    def oldest_cached(self) -> Entry | None:
+        """Return the oldest cached entry of the pool."""
+        while self._cached:
+            entry = self._cached[0]()
             if entry is not None and entry.memory is not None and entry.stored is None:
                 return entry
-            self._resting.popleft()
+            self._cached.popleft()
         return None
 
-    def write_resting(self, entry: Entry) -> bool:
-        """Start to write the oldest entry that rests in the pool; return whether storage has a place for it."""
+    def write_cached(self, entry: Entry) -> bool:
+        """Start to write the oldest cached entry of the pool; return whether storage has a place for it."""
         if self.stopped or not self.has_place(whole_blocks(entry.nbytes)):
             return False
         try:
@@ -104,7 +104,7 @@ class Writes:
         except StorageError as error:
             self.stop(entry.failure(error))
             return False
-        self._resting.popleft()
+        self._cached.popleft()
         self._copying.append(weakref.ref(entry))
         return True
 
@@ -115,13 +115,13 @@ class Writes:
             if entry is not None and not self._end_copy(entry):
                 break
             self._copying.popleft()
-        while self._leaving:
-            entry = self._leaving[0]()
+        while self._writing:
+            entry = self._writing[0]()
             if entry is not None and entry.writing is not None:
                 if not self._files.tensors.done(entry.writing):
                     return
                 self._finish(entry)
-            self._leaving.popleft()
+            self._writing.popleft()
 
     def finish_first(self) -> bool:
         """Wait for the oldest write in progress, or the oldest copy; return whether there was one."""
@@ -150,10 +150,10 @@ class Writes:
         assert not isinstance(most, str), "a size given as text is kept as bytes"
         return most is None or self._files.tensors.storage_bytes + nbytes <= most
 
-    def _make_room(self, entry: Entry, *, rests: bool) -> bool:
+    def _make_room(self, entry: Entry, *, stays_cached: bool) -> bool:
         """Let older ones go for an entry, and the device catch up; return whether there is room for it then."""
         nbytes = whole_blocks(entry.nbytes)
-        if self.stopped or not (rests or self.has_place(nbytes)):
+        if self.stopped or not (stays_cached or self.has_place(nbytes)):
             return False
         if entry.copies is not None and not entry.copies.may_copy_out(nbytes, most=self._pool.under_way_bytes):
             return False
@@ -166,20 +166,20 @@ class Writes:
         self.reap()
         if self._pool.make_room(nbytes):
             return True
-        while nbytes > 0 and (oldest := self.oldest_resting()) is not None and self.write_resting(oldest):
+        while nbytes > 0 and (oldest := self.oldest_cached()) is not None and self.write_cached(oldest):
             nbytes -= whole_blocks(oldest.nbytes)
         return False
 
     def _start(self, entry: Entry) -> None:
         assert entry.stored is not None and entry.memory is not None
         entry.writing = self._files.tensors.write(entry.stored, entry.memory, io_class=native.IoClass.WRITE_BEHIND)
-        self._leaving.append(weakref.ref(entry))
+        self._writing.append(weakref.ref(entry))
 
     def _finish_copy(self) -> bool:
         """Wait for the oldest copy from a device; return whether there was one."""
         while self._copying:
             entry = self._copying.popleft()()
-            if entry is not None and entry.is_leaving:
+            if entry is not None and entry.is_being_written:
                 self._end_copy(entry, waits=True)
                 return True
         return False

@@ -186,7 +186,7 @@ def test_freed_memory_goes_back_twice_in_a_pass(
 ) -> None:
     """It is returned to the system together, in halves of what forward saves, and in backward alike."""
     calls: list[int] = []
-    monkeypatch.setattr("lightning_smartinfinity.activations.departures.LEAST_FREED", 0)
+    monkeypatch.setattr("lightning_smartinfinity.activations.eviction.LEAST_FREED", 0)
     monkeypatch.setattr("lightning_smartinfinity.common.freed_memory.return_freed_memory", lambda: calls.append(1))
     saved(activations)
     calls.clear()

@@ -361,7 +361,7 @@ def test_a_host_that_is_ahead(tmp_path: Path, driver: FakeCuda) -> None:
         hold = Hold(offloaded._store.files.core, write_at=0, count=1000)
         torch.cuda._sleep(10**9)
         x, loss = saved(offloaded)
-        (forward,) = offloaded._store._departures._forwards
+        (forward,) = offloaded._store._eviction._forwards
         oldest = forward.oldest()
         assert oldest is not None and all(point.done() for point in oldest._points.values())
         hold.release()

@@ -176,7 +176,7 @@ def test_times_leave_out_waits_for_the_budget(tmp_path: Path, monkeypatch: pytes
     assert profile.forward_seconds < held_up / 2
 
 
-def test_small_ones_that_rest_make_room_for_large_ones(tmp_path: Path) -> None:
+def test_small_cached_ones_make_room_for_large_ones(tmp_path: Path) -> None:
     """As many of them are written as a large tensor needs."""
     with opened(tmp_path, everything(host_bytes=8 * NBYTES)) as offloaded:
 
@@ -202,14 +202,14 @@ def test_small_ones_that_rest_make_room_for_large_ones(tmp_path: Path) -> None:
         assert kept_for_room <= 2 * NBYTES, kept_for_room / NBYTES
 
 
-def test_entries_that_rested_are_forgotten(tmp_path: Path) -> None:
+def test_cached_entries_are_forgotten(tmp_path: Path) -> None:
     """An old graph that lives on keeps nothing of the newer ones."""
     with opened(tmp_path, everything(host_bytes=3 * LENGTH * NBYTES)) as offloaded:
         choose_first(offloaded)
         kept = saved(offloaded)  # a graph that lives on
         for _ in range(20):
             assert_right(*saved(offloaded))
-        assert len(offloaded._store._writes._resting) <= 2 * LENGTH
+        assert len(offloaded._store._writes._cached) <= 2 * LENGTH
         assert_right(*kept)
 
 
@@ -235,7 +235,7 @@ def test_measured_forwards_without_backward(tmp_path: Path) -> None:
         assert len(offloaded._store._rates.copies_out._copies) <= 2 * LENGTH
 
 
-def test_resting_ones_stay_within_storage_bytes(tmp_path: Path) -> None:
+def test_cached_ones_stay_within_storage_bytes(tmp_path: Path) -> None:
     """What the pool has to write does not exceed the room on storage."""
     with opened(tmp_path, everything(host_bytes=LENGTH * NBYTES, storage_bytes=4 * NBYTES)) as offloaded:
         choose_first(offloaded)
@@ -249,7 +249,7 @@ def test_resting_ones_stay_within_storage_bytes(tmp_path: Path) -> None:
             assert_right(*graph)
 
 
-def test_nothing_rests_with_a_budget(tmp_path: Path) -> None:
+def test_nothing_stays_cached_with_a_budget(tmp_path: Path) -> None:
     """The pool counts towards the budget, so that what leaves is written."""
     with opened(tmp_path, everything(host_bytes=8 * NBYTES, budget_bytes=8 * NBYTES)) as offloaded:
         choose_first(offloaded)

@@ -123,8 +123,8 @@ def test_two_places(tmp_path: Path, other: str) -> None:
         assert offloaded.traffic().read_bytes > 0
 
 
-@pytest.mark.parametrize("leaves_first", [True, False])
-def test_what_was_changed_before_it_left(tmp_path: Path, leaves_first: bool) -> None:
+@pytest.mark.parametrize("evicted_first", [True, False])
+def test_what_was_changed_before_it_left(tmp_path: Path, evicted_first: bool) -> None:
     """A tensor that was packed, changed and packed again is offloaded as it is then, whenever it leaves."""
     with opened(tmp_path, everything(keep=4 * BLOCK)) as offloaded:
         for _ in range(3):
@@ -136,8 +136,8 @@ def test_what_was_changed_before_it_left(tmp_path: Path, leaves_first: bool) -> 
                 unused = y.sin()
                 torch.cuda._sleep(10**8)
                 y.add_(1)
-                loss = chain(x * 2) if leaves_first else y.square().sum()
-                loss = loss + (y.square().sum() if leaves_first else chain(x * 2))
+                loss = chain(x * 2) if evicted_first else y.square().sum()
+                loss = loss + (y.square().sum() if evicted_first else chain(x * 2))
                 del y
             (found,) = torch.autograd.grad(loss, x)
             y = x * 1 + 1

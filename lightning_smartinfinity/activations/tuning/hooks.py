@@ -115,7 +115,7 @@ class HookChoice:
 
     def _have_room(self) -> bool:
         """Return whether the devices have room for the most bytes that were offloaded at once."""
-        offloaded = self._store.most_away_bytes
+        offloaded = self._store.most_evicted_bytes
         for device in self._store.devices:
             free, _ = torch.cuda.mem_get_info(device)
             idle = torch.cuda.memory_reserved(device) - self._peaks.get(device, 0)

@@ -20,7 +20,7 @@ from lightning_smartinfinity.common.freed_memory import FreedMemory
 from lightning_smartinfinity.settings import ActivationOffload
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 
-__all__ = ["LEAST_FREED", "Departures"]
+__all__ = ["LEAST_FREED", "Eviction"]
 
 LEAST_FREED = 256 << 20
 """Least bytes of host memory that are returned to the system together: less is not worth the time."""
@@ -29,7 +29,7 @@ _SHARE_SPARE = 8  # one over the share of the pool that is to be free of what is
 _SHARE_FREED = 2  # one over the share of what a forward saves that is returned together
 
 
-class Departures:
+class Eviction:
     """Entries that are still where forward left them, of which the oldest leave.
 
     Args:
@@ -55,12 +55,12 @@ class Departures:
         self._nbytes = 0
         self._most_refused = 0  # bytes of the largest entry for which the pool was too small
         self._warned_of_budget = False
-        self._away = 0
+        self._evicted = 0
         # By how many bytes each entry is counted in these two. Entries may be dropped in any thread at any time. What
         # is called then is not written in Python, so that no interrupt can come within it.
         self._counted: dict[weakref.ref[Entry], tuple[int, int]] = {}
         self._gone: deque[weakref.ref[Entry]] = deque()
-        self.most_away = 0
+        self.most_evicted = 0
 
     @property
     def nbytes(self) -> int:
@@ -93,25 +93,25 @@ class Departures:
         while self._gone:
             found = self._gone[0]
             if found in self._counted:
-                here, away = self._counted[found]
+                held, evicted = self._counted[found]
                 # No interrupt comes between the next three lines.
-                self._nbytes -= here
-                self._away -= away
+                self._nbytes -= held
+                self._evicted -= evicted
                 del self._counted[found]
             self._gone.popleft()
 
-    def let_leave(self, forward: Forward, *, held_bytes: Callable[[], int]) -> None:
+    def evict_oldest(self, forward: Forward, *, held_bytes: Callable[[], int]) -> None:
         """Let the oldest entries of a forward leave, and others, too, if more is held than the budget.
 
         Args:
             forward: The forward.
             held_bytes: Returns how many bytes are held for backward.
         """
-        resting = self._writes.oldest_resting()
-        while resting is not None and not self._rests(resting) and self._writes.write_resting(resting):
-            resting = self._writes.oldest_resting()
+        cached = self._writes.oldest_cached()
+        while cached is not None and not self._stays_cached(cached) and self._writes.write_cached(cached):
+            cached = self._writes.oldest_cached()
         oldest = self._next_of(forward)
-        while oldest is not None and oldest.end <= forward.limit and self._let_go(oldest):
+        while oldest is not None and oldest.end <= forward.limit and self._evict(oldest):
             oldest = self._next_of(forward)
         budget = self._settings.budget_bytes
         if budget is not None and not self._writes.stopped:
@@ -126,7 +126,7 @@ class Departures:
             forward.window.popleft()
         return oldest
 
-    def _rests(self, entry: Entry) -> bool:
+    def _stays_cached(self, entry: Entry) -> bool:
         """Return whether the pool has room for an entry from a device until backward wants it.
 
         Then it need not be written. With a budget it is, because the pool counts towards that.
@@ -136,17 +136,17 @@ class Departures:
             return False
         return entry.end > forward.limit - self._pool.limit + self._pool.limit // _SHARE_SPARE
 
-    def _let_go(self, entry: Entry) -> bool:
+    def _evict(self, entry: Entry) -> bool:
         """Let an entry leave, and return whether there is room for it."""
         self._forget_gone()
         found = weakref.ref(entry)
-        if not self._writes.begin(entry, rests=self._rests(entry)):
+        if not self._writes.begin(entry, stays_cached=self._stays_cached(entry)):
             return False
         # No interrupt comes between the next three lines.
         self._nbytes -= entry.nbytes
-        self._away += entry.nbytes
+        self._evicted += entry.nbytes
         self._counted[found] = 0, entry.nbytes
-        self.most_away = max(self.most_away, self._away)
+        self.most_evicted = max(self.most_evicted, self._evicted)
         if entry.copies is None:
             self._freed_memory.add(entry.nbytes)
         self._traffic.offloaded_bytes += entry.nbytes
@@ -157,7 +157,7 @@ class Departures:
         began = time.perf_counter()
         while held_bytes() > budget and not self._writes.stopped:
             oldest = next((each for each in map(self._next_of, self._forwards) if each is not None), None)
-            if self._pool.drop() or (oldest is not None and self._let_go(oldest)):
+            if self._pool.drop() or (oldest is not None and self._evict(oldest)):
                 continue
             if not self._writes.finish_first():
                 self._warn_of_budget(budget, oldest, held_bytes(), elsewhere=forward.elsewhere_bytes)
