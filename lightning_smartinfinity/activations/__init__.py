@@ -1,6 +1,6 @@
-"""Offloads activations: what forward saves for backward is written to storage, and read back before it is needed.
+"""Offloads activations: tensors that forward saves are written to storage, and read back before backward uses them.
 
-The room is below ``zero3`` and above ``pipeline``. It shares the storage devices with the optimizer state.
+This package is below ``zero3`` and above ``pipeline``. It shares the storage devices with the optimizer state.
 """
 
 from lightning_smartinfinity.activations.offloading import OffloadedActivations, paused

@@ -1,4 +1,4 @@
-"""Entries are what is stored of saved tensors: a storage, or a compact copy of a tensor that covers little of one."""
+"""Entries hold the bytes of saved tensors: a whole storage, or a compact copy of a tensor that covers little of one."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from lightning_smartinfinity.storage.tensors.tensor_store import StoredTensor
 
 __all__ = ["Entry", "Source"]
 
-_SHARE_TO_COMPACT = 2  # one over the share of its storage that a tensor of which a compact copy is made may take
+_SHARE_TO_COMPACT = 2  # one over the largest share of its storage that a tensor may cover to be copied compactly
 
 
 class Source:
-    """A storage that tensors were saved from, which this object does not keep alive.
+    """A storage from which tensors were saved. This object does not keep it alive.
 
     Args:
         storage: The storage.
 
     Attributes:
-        whole: The entry with all of its bytes, if there is one.
-        compact: The entries with compact copies of single tensors.
+        nbytes: Bytes of the storage.
+        whole: Entry with all bytes of the storage, if there is one.
+        compact: Entries with compact copies of single tensors.
         compact_bytes: Bytes of all compact copies so far.
         num_holders: Number of entries that keep the storage alive.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        # As long as this exists, no other storage has the same address as identity.
+        # As long as this exists, no other storage has the same identity (its address).
         self._weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.nbytes = storage.nbytes()
         self.whole: weakref.ref[Entry] | None = None
@@ -51,12 +52,12 @@ class Source:
 
     @property
     def is_held_elsewhere(self) -> bool:
-        """Whether somebody else keeps the storage alive; meaningful if no entry does."""
+        """Whether something else keeps the storage alive; valid if no entry does."""
         expired: bool = self._weak.expired()
         return not expired
 
     def entry_for(self, tensor: torch.Tensor) -> Entry | None:
-        """Return an entry that has the bytes of a tensor, as they are now."""
+        """Return an entry with the current bytes of a tensor."""
         for found in (self.whole, self.compact.get(geometry_of(tensor))):
             entry = None if found is None else found()
             if entry is not None and entry.has_now(tensor):
@@ -77,9 +78,9 @@ class Source:
         Args:
             tensor: The tensor.
             storage: Its storage.
-            home: What is told when the entry is gone.
-            changes: What counts the tensor's changes.
-            copies: What copies it, unless it lies in host memory.
+            home: Store whose ``entry_is_gone`` is called when the entry is deleted.
+            changes: Tensor whose ``_version`` counts the tensor's changes.
+            copies: Copies of the device that holds the tensor; None if host memory holds it.
         """
         least = distinct(tensor)
         nbytes = least.numel() * least.itemsize
@@ -96,31 +97,31 @@ class Source:
 
 
 class Entry:
-    """Bytes that saved tensors share. They lie in the storage itself, in memory of the pool, on storage, or in several.
+    """Bytes that saved tensors share, held by torch's storage, memory of the pool, files, or several of these.
 
-    The packed objects of autograd own it, and nothing else does.
+    Only the packed objects of autograd own an entry.
 
     Args:
-        source: Where the tensors came from.
-        storage: The storage, which is kept alive until :meth:`copy_out`.
+        source: Source of the tensors.
+        storage: Storage of the tensors, which is kept alive until :meth:`release_storage`.
         nbytes: Bytes to store.
-        changes: What counts the changes of the first tensor.
-        compact: How that lies in the storage, if the entry is a compact copy of it.
-        home: What is told when the entry is gone.
-        copies: What copies it to its device and back, unless it lies in host memory.
+        changes: Tensor whose ``_version`` counts the changes of the first tensor.
+        compact: Geometry of the first tensor, if the entry is a compact copy of it.
+        home: Store whose ``entry_is_gone`` is called when the entry is deleted.
+        copies: Copies of the device that holds the storage; None if host memory holds it.
 
     Attributes:
-        memory: Pool memory that holds the bytes, or is being read or copied into.
-        copied: Point behind the copy from the device into :attr:`memory`, as long as that may be in progress.
-        loaded: Device memory that holds the bytes, or is being copied into.
+        memory: Pool memory that holds the bytes, or into which they are being read or copied.
+        copied: Point after the copy from the device into :attr:`memory`, while that may be in progress.
+        loaded: Device memory that holds the bytes, or into which they are being copied.
         writing: Ticket of the write in progress.
         reading: Ticket of the read in progress.
-        stored: Place on storage, from which nothing is read while a write is in progress.
+        stored: Place in the files, which is not read while a write is in progress.
         number: Position in the order in which a forward packed its entries.
-        end: Bytes of the forward's entries up to this one.
-        was_used: Whether backward has used it.
-        unreadable: Why it could not be read, if so.
-        forward: Record of the forward that packed it.
+        end: Bytes of the forward's entries up to and including this one.
+        was_used: Whether backward has used the entry.
+        unreadable: Error of the read that failed, if one has.
+        forward: Record of the forward that packed the entry.
     """
 
     __slots__ = (
@@ -184,7 +185,7 @@ class Entry:
         return f"Entry {self.number} of what forward saved ({self.nbytes} bytes)"
 
     def __del__(self) -> None:
-        if not hasattr(self, "_storage"):  # an interrupt came before it was made
+        if not hasattr(self, "_storage"):  # an interrupt came within __init__
             return
         if self._storage is not None:
             self.source.num_holders -= 1
@@ -196,40 +197,40 @@ class Entry:
 
     @property
     def is_being_written(self) -> bool:
-        """Whether the bytes are on their way to storage: being written, or being copied so that they can be."""
+        """Whether the bytes are being written, or are being copied from the device to be written."""
         return self.writing is not None or (self.copied is not None and self.stored is not None)
 
     @property
     def is_timed(self) -> bool:
-        """Whether the device's times of the forward and its backward are taken."""
+        """Whether a device's clock measures the forward and its backward."""
         return self.forward is not None and self.forward.clock is not None
 
     @property
     def is_original(self) -> bool:
-        """Whether the storage itself is kept alive."""
+        """Whether the entry keeps the storage alive, so that it was not evicted."""
         return self._storage is not None
 
     @property
     def is_held_elsewhere(self) -> bool:
-        """Whether somebody else keeps the storage alive, too."""
+        """Whether something else also keeps the storage alive."""
         assert self._storage is not None
         others: int = torch._C._storage_Use_Count(self._storage._cdata) - 1  # all entries share one reference
         return others > 0
 
     def has_now(self, tensor: torch.Tensor) -> bool:
-        """Return whether the bytes are those that a tensor over the same storage has now."""
+        """Return whether the bytes are the current ones of a tensor over the same storage."""
         if self._storage is not None:
             return True
         return tensor._version == self._copied_version and shares_changes(self._counter, tensor)
 
     def note_packed(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor was packed whose bytes are those of the entry. Raises CudaError if the device fails."""
+        """Note that a tensor with the bytes of the entry was packed. Raises CudaError if the device fails."""
         self._packed_version = tensor._version
         if self.copies is not None and self._storage is not None:
             self.copies.mark(self._points)
 
     def wait_until_computed(self) -> bool:
-        """Wait until the device has computed the bytes; return whether they lie on one.
+        """Wait until the device has computed the bytes; return whether a device holds them.
 
         Raises:
             CudaError: A call, or work on the device, failed.
@@ -239,7 +240,7 @@ class Entry:
         return bool(self._points)
 
     def copy_out(self, memory: torch.Tensor) -> None:
-        """Copy the bytes, as they were when a tensor was packed last, into memory of the pool.
+        """Copy the bytes into memory of the pool, as they were when a tensor was last packed.
 
         Raises:
             CudaError: A call for the device failed.
@@ -260,14 +261,14 @@ class Entry:
         self.memory = memory
 
     def release_storage(self) -> None:
-        """Keep the storage alive no longer: the bytes are in :attr:`memory`, or will be."""
+        """Release the storage: the bytes are in :attr:`memory`, or will be."""
         assert self.memory is not None
         self._storage = None
         self._points = {}
         self.source.num_holders -= 1
 
     def tensor(self, geometry: Geometry) -> torch.Tensor:
-        """Return a tensor as it was saved. The bytes must be in memory, or be loaded onto the device."""
+        """Return a tensor as it was saved. The bytes must be in memory, or loaded onto the device."""
         if self._storage is not None:
             return view_of(self._storage, geometry)
         if self.copies is None:

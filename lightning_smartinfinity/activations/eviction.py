@@ -1,4 +1,4 @@
-"""Decides which entries leave in forward, and when."""
+"""Decides which entries forward evicts from memory, and when."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 __all__ = ["LEAST_FREED", "Eviction"]
 
 LEAST_FREED = 256 << 20
-"""Least bytes of host memory that are returned to the system together: less is not worth the time."""
+"""Least bytes of host memory to return to the system together: returning less is not worth the time."""
 
-_SHARE_SPARE = 8  # one over the share of the pool that is to be free of what is not written
-_SHARE_FREED = 2  # one over the share of what a forward saves that is returned together
+_SHARE_SPARE = 8  # one over the share of the pool that cached entries leave free
+_SHARE_FREED = 2  # one over the share of a forward's saved bytes that is returned to the system together
 
 
 class Eviction:
-    """Entries that are still where forward left them, of which the oldest leave.
+    """Evicts the oldest of the entries whose storages are in memory.
 
     Args:
         settings: How much is offloaded.
-        pool: Where entries go.
-        writes: What moves them there.
-        traffic: Where they are counted.
-        freed_memory: What is told of host memory that they free.
+        pool: Pool into which entries are evicted.
+        writes: Copies entries into the pool and writes them.
+        traffic: Counters of the entries.
+        freed_memory: Gets the number of host bytes that each eviction frees.
+
+    Attributes:
+        most_evicted: Most bytes of entries that were evicted at once.
     """
 
     def __init__(
@@ -51,13 +54,13 @@ class Eviction:
     ) -> None:
         self._settings, self._pool, self._writes = settings, pool, writes
         self._traffic, self._freed_memory = traffic, freed_memory
-        self._forwards: list[Forward] = []  # with entries that may still leave
+        self._forwards: list[Forward] = []  # with entries that may still be evicted
         self._nbytes = 0
         self._most_refused = 0  # bytes of the largest entry for which the pool was too small
         self._warned_of_budget = False
         self._evicted = 0
-        # By how many bytes each entry is counted in these two. Entries may be dropped in any thread at any time. What
-        # is called then is not written in Python, so that no interrupt can come within it.
+        # Bytes by which each entry is counted in _nbytes and _evicted. Any thread may drop entries at any time. The
+        # callback then is deque.append, which is not written in Python, so that no interrupt can come within it.
         self._counted: dict[weakref.ref[Entry], tuple[int, int]] = {}
         self._gone: deque[weakref.ref[Entry]] = deque()
         self.most_evicted = 0
@@ -69,16 +72,16 @@ class Eviction:
         return self._nbytes
 
     def begin(self, forward: Forward) -> None:
-        """Take entries of a forward from now on."""
+        """Begin a forward, whose entries are added next."""
         self._forwards = [each for each in self._forwards if each.oldest() is not None]
         self._forwards.append(forward)
 
     def add(self, entry: Entry, tensor: torch.Tensor, forward: Forward) -> None:
-        """Take a new entry, which was made for a tensor."""
+        """Add a new entry that was made for a tensor."""
         self._writes.note_packed(entry, tensor)
         self._traffic.saved_bytes += entry.nbytes
         found = weakref.ref(entry, self._gone.append)
-        # Python handles signals when it calls something, or jumps back: not between the next two lines.
+        # Python handles signals at calls and backward jumps: not between the next two lines.
         self._nbytes += entry.nbytes
         self._counted[found] = entry.nbytes, 0
         entry.forward = forward
@@ -89,7 +92,7 @@ class Eviction:
         self._pool.apply_limit()
 
     def _forget_gone(self) -> None:
-        """Count entries no longer to which nothing refers."""
+        """Stop counting deleted entries."""
         while self._gone:
             found = self._gone[0]
             if found in self._counted:
@@ -101,11 +104,11 @@ class Eviction:
             self._gone.popleft()
 
     def evict_oldest(self, forward: Forward, *, held_bytes: Callable[[], int]) -> None:
-        """Let the oldest entries of a forward leave, and others, too, if more is held than the budget.
+        """Evict the oldest entries of a forward, and entries of other forwards if more is held than the budget.
 
         Args:
             forward: The forward.
-            held_bytes: Returns how many bytes are held for backward.
+            held_bytes: Returns the bytes that are held for backward.
         """
         cached = self._writes.oldest_cached()
         while cached is not None and not self._stays_cached(cached) and self._writes.write_cached(cached):
@@ -120,16 +123,16 @@ class Eviction:
                 self._stay_below(budget, forward, held_bytes)
 
     def _next_of(self, forward: Forward) -> Entry | None:
-        """Return the oldest entry that may still leave, and note those that are too large for the pool."""
+        """Return the oldest entry that may be evicted, and skip those that are too large for the pool."""
         while (oldest := forward.oldest()) is not None and whole_blocks(oldest.nbytes) > self._pool.limit:
             self._most_refused = max(self._most_refused, oldest.nbytes)
             forward.window.popleft()
         return oldest
 
     def _stays_cached(self, entry: Entry) -> bool:
-        """Return whether the pool has room for an entry from a device until backward wants it.
+        """Return whether the pool has room for an entry from a device until backward uses it.
 
-        Then it need not be written. With a budget it is, because the pool counts towards that.
+        Then the entry need not be written. With a budget it is written, because the pool counts towards the budget.
         """
         forward: Forward = entry.forward
         if entry.copies is None or self._settings.budget_bytes is not None or not forward.plan.is_chosen:
@@ -137,7 +140,7 @@ class Eviction:
         return entry.end > forward.limit - self._pool.limit + self._pool.limit // _SHARE_SPARE
 
     def _evict(self, entry: Entry) -> bool:
-        """Let an entry leave, and return whether there is room for it."""
+        """Evict an entry if there is room for it; return whether there is."""
         self._forget_gone()
         found = weakref.ref(entry)
         if not self._writes.begin(entry, stays_cached=self._stays_cached(entry)):
@@ -153,7 +156,7 @@ class Eviction:
         return True
 
     def _stay_below(self, budget: int, forward: Forward, held_bytes: Callable[[], int]) -> None:
-        """Wait for storage until no more bytes are held than the budget, as far as that is possible."""
+        """Wait for storage until at most ``budget`` bytes are held, if that is possible."""
         began = time.perf_counter()
         while held_bytes() > budget and not self._writes.stopped:
             oldest = next((each for each in map(self._next_of, self._forwards) if each is not None), None)
@@ -167,7 +170,7 @@ class Eviction:
         self._traffic.held_up_seconds += waited
 
     def _warn_of_budget(self, budget: int, oldest: Entry | None, held: int, *, elsewhere: int) -> None:
-        """Say once why more is held than the budget, if that is because of a setting or of who else holds tensors."""
+        """Warn once if more is held than the budget because of a setting, or because something else holds tensors."""
         if oldest is not None and not self._writes.has_place(whole_blocks(oldest.nbytes)):
             why, remedy = f"storage_bytes={self._settings.storage_bytes} leaves no room", "Raise storage_bytes."
         elif self._most_refused:

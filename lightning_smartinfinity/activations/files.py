@@ -1,4 +1,4 @@
-"""The files in which a process's entries lie, and what ends there that nobody waits for."""
+"""Files of a process's entries, and transfers that were given up."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class ActivationFiles:
         transfer: Where in the folders, and how, files are opened and used.
 
     Attributes:
-        closed: Whether they are closed.
+        closed: Whether the files are closed.
     """
 
     def __init__(self, settings: ActivationOffload, folders: Sequence[Path], *, transfer: TransferConfig) -> None:
         self._settings, self._folders, self._transfer = settings, folders, transfer
         self._process = os.getpid()
         self._tensors: TensorStore | None = None
-        self._orphans: deque[int] = deque()  # tickets of transfers that nobody wants
+        self._orphans: deque[int] = deque()  # tickets of transfers that were given up
         self._failed_write: SmartInfinityError | None = None
         self._failed_read: SmartInfinityError | None = None
         self.closed = False
@@ -65,18 +65,18 @@ class ActivationFiles:
 
     @property
     def was_opened(self) -> bool:
-        """Whether they were opened, even if they are closed again."""
+        """Whether the files were ever opened."""
         return self._tensors is not None
 
     @property
     def tensors(self) -> TensorStore:
-        """The store of tensors, which was opened."""
+        """The open store of tensors."""
         assert self._tensors is not None, "a forward opens the files"
         return self._tensors
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process was forked from the one to which they belong."""
+        """Whether this process was forked from the one that owns the files."""
         return os.getpid() != self._process
 
     def require_usable(self) -> None:
@@ -100,7 +100,7 @@ class ActivationFiles:
         """Wait for transfers in flight and close the files, which deletes them; idempotent.
 
         Args:
-            entries: Entries that may be being written. What of them has not started is left out.
+            entries: Entries whose writes may be in progress. Writes that have not started are cancelled.
 
         Raises:
             StorageTimeoutError: The disk does not answer.
@@ -115,20 +115,20 @@ class ActivationFiles:
         self.closed = True
 
     def give_up(self, ticket: int) -> None:
-        """Cancel a transfer, whose memory is free once it has ended."""
+        """Cancel a transfer. Its memory is released when it has ended."""
         self.tensors.cancel(ticket)
         self._orphans.append(ticket)
         self.finish_orphans()
 
     def finish_orphans(self) -> None:
-        """Finish what was given up and has ended."""
+        """Finish the transfers that were given up and have ended."""
         for _ in range(0 if self.closed else len(self._orphans)):
             try:
                 ticket = self._orphans.popleft()
             except IndexError:  # another thread has taken it
                 return
             if self.tensors.done(ticket):
-                with suppress(StorageError):  # nobody wants what could not be transferred
+                with suppress(StorageError):  # the result of the transfer is not needed
                     self.tensors.finish(ticket)
             else:
                 self._orphans.append(ticket)
@@ -136,11 +136,11 @@ class ActivationFiles:
             self._tensors.release_ended()
 
     def note_unwritable(self, failure: SmartInfinityError) -> None:
-        """Keep why an entry could not leave for :meth:`take_failure`, unless there is an earlier failure."""
+        """Note why an entry could not be written, for :meth:`take_failure`, unless there is an earlier failure."""
         self._failed_write = self._failed_write or failure
 
     def note_unreadable(self, failure: SmartInfinityError) -> None:
-        """Keep why an entry could not be read for :meth:`take_failure`, unless there is an earlier failure."""
+        """Note why an entry could not be read, for :meth:`take_failure`, unless there is an earlier failure."""
         self._failed_read = self._failed_read or failure
 
     def forget_failed_reads(self) -> None:
@@ -148,7 +148,7 @@ class ActivationFiles:
         self._failed_read = None
 
     def take_failure(self) -> SmartInfinityError | None:
-        """Return the first failure of a read since the last call, or else of a write, if there was one."""
+        """Return the first failed read since the last call, or else the first failed write, and forget both."""
         failure = self._failed_read or self._failed_write
         self._failed_read = self._failed_write = None
         return failure

@@ -1,4 +1,4 @@
-"""Records of forwards: what each has packed, what may leave, and in which order backward is expected to want it."""
+"""Records of forwards: their entries, which of these may be evicted, and the order in which backward uses them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _TENTH = 10  # one over the share by which the bytes of two forwards may differ
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Lesson of a forward and its backward, for the forwards that follow.
+    """Plan of a forward, made from an earlier forward and its backward.
 
     Args:
-        sizes: Bytes of the entries, in the order in which they were packed.
+        sizes: Bytes of the earlier forward's entries, in the order in which they were packed.
         offloaded_bytes: Bytes of the oldest entries that are offloaded at once.
-        kept_bytes: Bytes of the newest entries that stay.
-        chosen_for: Bytes of the forward from whose measurement these two were chosen; 0 if they were not chosen.
-        order: Numbers of the entries in the order in which backward wanted them.
-        freed_nothing: Numbers of the entries that somebody else held until forward ended.
+        kept_bytes: Bytes of the newest entries that are kept in memory.
+        chosen_for: Bytes that the measured forward saved, from which these two were chosen; 0 if they were not chosen.
+        order: Numbers of the entries in the order in which backward used them.
+        freed_nothing: Numbers of the entries that something else held until forward ended.
     """
 
     sizes: tuple[int, ...] = ()
@@ -39,15 +39,15 @@ class Plan:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether it was chosen from a measurement how much is offloaded."""
+        """Whether a measurement determined how much is offloaded."""
         return self.chosen_for > 0
 
     def fits(self, total: int) -> bool:
-        """Return whether a forward that saved so many bytes is about as large as the one that was measured."""
+        """Return whether a forward that saved ``total`` bytes is about as large as the measured one."""
         return _TENTH * abs(total - self.chosen_for) <= self.chosen_for
 
     def frees_nothing(self, number: int, nbytes: int) -> bool:
-        """Return whether writing an entry would free nothing, as it did in the forward before."""
+        """Return whether evicting an entry would free no memory, as in the forward before."""
         return number in self.freed_nothing and self.sizes[number] == nbytes
 
 
@@ -56,21 +56,26 @@ class Forward:
     """Record of one forward.
 
     Args:
-        plan: What was learnt before.
-        kind: What determines the sizes of saved tensors, as far as that is known; None if nothing is.
-        began: When it began, in seconds of a monotonic clock.
-        clock: Clock of the device, if this is measured there. The times below are the host's until :meth:`take_times`.
+        plan: Plan of the forward.
+        kind: Everything known that determines the sizes of saved tensors; None if nothing is known.
+        began: When the forward began, in seconds of a monotonic clock.
+        clock: Clock of the device, if times are measured there. The times below are the host's until
+            :meth:`take_times`.
 
     Attributes:
-        window: Entries that may still leave, oldest first.
+        window: Entries that may still be evicted, oldest first.
+        entries: All entries.
+        sizes: Bytes of each entry.
         times: When each entry was packed, in seconds since the forward began, without waits for storage.
-        ended: When it ended, or when a backward within it first wanted an entry.
-        order: Numbers of the entries in the order in which backward first wanted them.
-        first_use: When backward first wanted an entry.
-        last_use: When backward first wanted another entry for the last time.
+        saved_bytes: Bytes of all entries.
+        ended: When the forward ended, or when a backward within it first used an entry.
+        order: Numbers of the entries in the order in which backward first used them.
+        first_use: When backward first used an entry.
+        last_use: When backward last used an entry for the first time.
         waited_seconds: Time for which backward waited for storage.
         held_up_seconds: Time for which this forward waited for storage.
-        hook_seconds: Time of the hooks of forward and backward, if it was taken.
+        hook_seconds: Time of the hooks of forward and backward, if it was measured.
+        freed_nothing: Numbers of the entries that something else held until the forward ended.
     """
 
     plan: Plan
@@ -90,12 +95,12 @@ class Forward:
     held_up_seconds: float = 0.0
     hook_seconds: float = 0.0
     freed_nothing: set[int] = field(default_factory=set)
-    _expected: tuple[int, ...] | None = None  # numbers of the entries, in the order in which backward wants them
-    _places: dict[int, int] = field(default_factory=dict)  # in that order, by number
-    _next: int = 0  # place in that order from which on nothing was read ahead
+    _expected: tuple[int, ...] | None = None  # numbers in the order in which backward is expected to use the entries
+    _places: dict[int, int] = field(default_factory=dict)  # positions in that order, by number
+    _next: int = 0  # first position in that order from which nothing was read ahead
 
     def add(self, entry: Entry, now: float) -> None:
-        """Number a new entry. It may leave, unless that would free nothing."""
+        """Add a new entry. It may be evicted, unless that would free no memory."""
         entry.number = len(self.sizes)
         self.saved_bytes += entry.nbytes
         entry.end = self.saved_bytes
@@ -109,12 +114,12 @@ class Forward:
 
     @property
     def limit(self) -> int:
-        """Entries up to this many bytes leave. A forward that is larger than the one before keeps no more."""
+        """Bytes of the oldest entries to evict. A forward that saves more than the one before keeps no more."""
         return max(self.plan.offloaded_bytes, self.saved_bytes - self.plan.kept_bytes)
 
     @property
     def elsewhere_bytes(self) -> int:
-        """Bytes of the entries so far that somebody else held until the forward before had ended."""
+        """Bytes of the entries so far that something else held, in the forward before, until its end."""
         return sum(self.sizes[number] for number in self.plan.freed_nothing if number < len(self.sizes))
 
     @property
@@ -144,7 +149,7 @@ class Forward:
         return max(self.seconds - self.hook_seconds, _LEAST_SECONDS)
 
     def oldest(self) -> Entry | None:
-        """Return the oldest entry that may still leave."""
+        """Return the oldest entry that may still be evicted."""
         while self.window:
             entry = self.window[0]()
             if entry is not None and entry.is_original and not entry.was_used:
@@ -153,7 +158,7 @@ class Forward:
         return None
 
     def count_kept(self, traffic: ActivationTraffic) -> None:
-        """Count what stays in memory when forward ends, and note the entries that somebody else holds."""
+        """Count the entries that are in memory when forward ends, and note those that something else holds."""
         for entry in filter(None, (found() for found in self.entries)):
             frees_nothing = self.plan.frees_nothing(entry.number, entry.nbytes)
             if not entry.is_original:
@@ -169,19 +174,19 @@ class Forward:
                 traffic.kept_bytes += entry.nbytes
 
     def use(self, entry: Entry, now: float) -> None:
-        """Record that backward wants an entry for the first time."""
+        """Record that backward uses an entry for the first time."""
         entry.was_used = True
         if not self.order:
             self.first_use = now
             self.ended = now if self.ended is None else self.ended
         self.last_use = now
         self.order.append(entry.number)
-        clock = self.clock  # which another thread may take away
+        clock = self.clock  # another thread may set it to None
         if clock is not None:
             clock.use()
 
     def take_times(self) -> None:
-        """Let all times be those of the device, if it has a clock, and wait until it has reached the last one."""
+        """If there is a clock, wait for the device and replace the host's times by the device's."""
         if self.clock is None or self.ended is None:
             return
         clock, self.clock = self.clock, None
@@ -191,7 +196,7 @@ class Forward:
         self.last_use = self.first_use + clock.backward_seconds + self.waited_seconds
 
     def expect_after(self, entry: Entry) -> None:
-        """Expect what backward wants next behind an entry, unless it was expected earlier."""
+        """Continue reading ahead after an entry, unless it already continues further on."""
         if self._expected is None:
             known = self.plan.order if self.plan.sizes == tuple(self.sizes) else ()
             self._expected = known or tuple(reversed(range(len(self.sizes))))
@@ -199,7 +204,7 @@ class Forward:
         self._next = max(self._next, self._places.get(entry.number, -1) + 1)
 
     def behind(self, entry: Entry) -> Iterator[Entry]:
-        """Yield what backward is expected to want behind an entry, and has not used yet."""
+        """Yield the unused entries that backward is expected to use after an entry."""
         assert self._expected is not None
         for place in range(self._places.get(entry.number, len(self._expected)) + 1, len(self._expected)):
             following = self.entries[self._expected[place]]()
@@ -207,7 +212,7 @@ class Forward:
                 yield following
 
     def following(self) -> Entry | None:
-        """Return the entry that backward is expected to want next, and that it has not used yet."""
+        """Return the unused entry that backward is expected to use next, from the read-ahead position on."""
         assert self._expected is not None
         while self._next < len(self._expected):
             entry = self.entries[self._expected[self._next]]()
@@ -217,5 +222,5 @@ class Forward:
         return None
 
     def skip(self) -> None:
-        """Let :meth:`following` return the entry behind the one that it returned last."""
+        """Advance :meth:`following` to the next entry."""
         self._next += 1

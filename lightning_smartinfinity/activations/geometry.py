@@ -1,6 +1,6 @@
-"""How tensors are arranged in their storages, and autograd's counts of in-place changes.
+"""Geometry of tensors in their storages, and autograd's counters of in-place changes.
 
-Autograd checks the counts of saved tensors itself, but not where hooks packed them.
+Autograd checks the counters of saved tensors itself, but not of those that hooks packed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage. Strides and offset are in elements."""
+    """Arrangement of a tensor in its storage. Strides and offset are in elements."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -34,19 +34,19 @@ class Geometry(NamedTuple):
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """Return how a tensor lies in its storage."""
+    """Return the arrangement of a tensor in its storage."""
     return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def view_of(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
-    """Return a new tensor over a storage."""
+    """Return a new tensor that views a storage."""
     tensor = torch.empty(0, dtype=geometry.dtype, device=storage.device)
     with torch.no_grad():
         return tensor.set_(storage, geometry.offset, geometry.size, geometry.stride)
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes without repeated elements, at most those of its storage."""
+    """Return the bytes of a tensor without repeated elements, at most the bytes of its storage."""
     least = distinct(tensor)
     return min(least.numel() * least.itemsize, tensor.untyped_storage().nbytes())
 
@@ -58,7 +58,7 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether two elements may lie at one place."""
+    """Return whether two elements may share an address."""
     end = 1  # one past the farthest element of the dimensions so far
     for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length > 1):
         if step < end:
@@ -68,14 +68,14 @@ def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def spread_out(data: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """Return a new tensor with its strides and its offset, of the bytes that :func:`distinct` returned.
+    """Return a new tensor with the given geometry, filled with the elements that :func:`distinct` returned.
 
-    On the host, only pages that are written to take up memory, however much lies before and between the elements.
-    On a device it is as much as the storage from which the tensor was saved, as long as backward uses it.
+    On the host, only pages that are written take up memory, however large the gaps before and between the elements are.
+    On a device, the tensor takes as much memory as the storage from which it was saved, as long as backward uses it.
     """
     last = sum(step * (length - 1) for length, step in zip(geometry.size, geometry.stride, strict=True))
     nbytes = (geometry.offset + last + 1) * geometry.dtype.itemsize
-    if data.device.type == "cpu":  # a new tensor would be filled where algorithms are to be deterministic
+    if data.device.type == "cpu":  # torch.empty would fill it if algorithms must be deterministic
         storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
     else:
         storage = torch.empty(nbytes, dtype=torch.uint8, device=data.device).untyped_storage()
@@ -86,32 +86,32 @@ def spread_out(data: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 
 
 def changes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without storage whose ``_version`` counts the changes of ``tensor``."""
+    """Return a tensor without memory whose ``_version`` counts the changes of ``tensor``."""
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 
 
 def shares_changes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether changes of two tensors are counted together, as those of a tensor and its views are."""
+    """Return whether two tensors share a counter of changes, as a tensor and its views do."""
     version = one._version
     if other._version != version:
         return False
     set_versions = torch._C._autograd._unsafe_set_version_counter
     try:
-        set_versions((one,), (version + 1,))  # an interrupt may come right behind it
+        set_versions((one,), (version + 1,))  # an interrupt may come right after it
         return other._version == version + 1
     finally:
         set_versions((one,), (version,))
 
 
 def change_error(what: torch.Tensor | Geometry, counter: torch.Tensor, version: int) -> RuntimeError:
-    """Return the error of autograd for a tensor that was changed.
+    """Return autograd's error for a saved tensor that was changed in place.
 
     Args:
-        what: The tensor, or how it lay in its storage.
-        counter: What counts its changes.
-        version: Their number when it was saved.
+        what: The tensor, or its geometry.
+        counter: Tensor whose ``_version`` counts the changes.
+        version: Number of changes when the tensor was saved.
     """
     dtype, size = (what.dtype, tuple(what.shape)) if isinstance(what, torch.Tensor) else (what.dtype, what.size)
     return RuntimeError(

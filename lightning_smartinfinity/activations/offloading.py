@@ -1,4 +1,4 @@
-"""Offloads what forward saves for backward, in any training loop."""
+"""Offloads the tensors that forward saves for backward, in any training loop."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from lightning_smartinfinity.settings import (
 __all__ = ["OffloadedActivations", "paused"]
 
 _OWNER = "OffloadedActivations"
-_REFUSAL = "saved tensor hooks"  # in the message of code of torch that refuses them
+_REFUSAL = "saved tensor hooks"  # in the error message of code in torch that refuses them
 
 
 class OffloadedActivations:
-    """Moves what forward saves for backward to storage, and brings it back before backward wants it.
+    """Moves tensors that forward saves for backward to storage, and reads them back before backward uses them.
 
     ::
 
@@ -49,28 +49,28 @@ class OffloadedActivations:
         activations.close()
 
     Gradients are the same to the bit. As with autograd alone, a saved tensor that was changed in place makes backward
-    raise; changes through ``.data`` are not seen. Hooks that are entered within :meth:`forward`, such as those of
-    torch.utils.checkpoint, replace these as long as they are in effect.
+    raise; changes through ``.data`` are not detected. Hooks that are entered within :meth:`forward`, such as those of
+    torch.utils.checkpoint, replace these hooks while they are in effect.
 
-    Tensors on the CPU and on CUDA devices are offloaded. What is not offloaded passes through: parameters, buffers, the
-    batch, small tensors, subclasses, and everything that is saved while backward runs or a CUDA graph is captured. If
-    thousands of tensors pass through and nothing is offloaded, most of the forwards that follow with batches of the
-    same shapes have no hooks. Neither have those on a device that computes faster with everything there, if neither
-    ``keep`` nor ``budget_bytes`` was set.
+    Tensors on the CPU and on CUDA devices are offloaded. All others pass through: parameters, buffers, the batch, small
+    tensors, subclasses, and everything that is saved while backward runs or a CUDA graph is captured. If thousands of
+    tensors pass through and nothing is offloaded, most of the later forwards with batches of the same shapes have no
+    hooks. If steps are measurably faster without hooks, and neither ``keep`` nor ``budget_bytes`` was set, forwards
+    with batches of the same shapes have no hooks either.
 
     Args:
         folders: Storage folder, or list of folders.
-        settings: How much is offloaded, also as a dict.
+        settings: How much is offloaded, as an object or a dict.
         module: Module whose parameters and buffers pass through.
         transfer: Where in the folders, and how, files are opened and used: ``job``, ``direct_io``, ``io_engine`` and
             ``io_timeout``.
-        gather: Is called with a parameter whose data is gone when backward wants it, and brings it back. Where
-            parameters are partitioned, pass it.
-        notes_failures: Whether backward goes on with NaN (zeros for integers) if something cannot be read, and the
+        gather: Called to restore the data of a parameter that was released before backward uses it. Pass it if
+            parameters are partitioned.
+        notes_failures: Whether backward continues with NaN (zeros for integers) if a tensor cannot be read, and the
             failure is kept for :meth:`take_failure`. If a rank raised within backward, the others would wait for it.
 
     Raises:
-        ConfigError: Folders or settings are of the wrong kind, out of range or contradictory.
+        ConfigError: Folders or settings have the wrong type, are out of range or contradict each other.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class OffloadedActivations:
         self._hook_choice = HookChoice(self._tuner, self._store)
         self._last: Forward | None = None
         self.hidden_bytes = 0
-        """Bytes so far that somebody else was seen to keep for backward, where no hook sees them."""
+        """Bytes so far that other code is known to keep for backward, invisible to hooks."""
         _stay_uncompiled()
 
     def open(self) -> None:
-        """Open the files, which the first forward does otherwise.
+        """Open the files. Without this call the first forward opens them.
 
         Raises:
             ConfigError: The I/O engine is unavailable here.
@@ -108,16 +108,16 @@ class OffloadedActivations:
 
     @contextmanager
     def forward(self, *batch: object) -> Iterator[None]:
-        """Offload what is saved in this context, in this thread. Backward may run after it.
+        """Offload tensors that this thread saves in this context. Backward may run after it.
 
         Args:
-            *batch: Tensors, also in nested containers, that pass through.
+            *batch: Tensors, or nested containers of tensors, that pass through.
 
         Raises:
             ConfigError: The I/O engine is unavailable here.
             StorageFullError: Storage has less room than ``storage_bytes``.
             StorageError: A folder cannot be used, the offloading is closed, or this process is a forked child.
-            UnsupportedError: The body calls code of torch that refuses hooks.
+            UnsupportedError: The body calls code in torch that refuses hooks.
         """
         self._store.open()
         last, self._last = self._last, None
@@ -165,12 +165,12 @@ class OffloadedActivations:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory of the pool through which tensors move."""
+        """Bytes of host memory that the pool has allocated."""
         return self._store.host_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held for backward: tensors that could be offloaded, and memory of the pool in use."""
+        """Bytes held for backward: tensors that could be offloaded, and memory of the pool in use."""
         with self._store.lock:
             return self._store.held_bytes
 
@@ -190,23 +190,23 @@ class OffloadedActivations:
         return self._tuner.choice
 
     def take_failure(self) -> SmartInfinityError | None:
-        """Return why something could not be written or read, if so, and forget it.
+        """Return the failure of a write or read, if there was one, and forget it.
 
-        What could not be written is still in memory, and nothing more is offloaded.
+        Tensors that could not be written are still in memory, and offloading has stopped.
         """
         return self._store.take_failure()
 
     def gradients_are_gone(self) -> None:
-        """Forget what could not be read: the gradients that were computed without it were discarded."""
+        """Forget failed reads, because the gradients computed without the tensors were discarded."""
         self._store.forget_failed_reads()
 
     def rest(self) -> None:
-        """Give the memory of the pool back that nothing uses, since no forward is expected soon."""
+        """Return the idle memory of the pool to the system, because no forward is expected soon."""
         with self._store.lock:
             self._store.give_back()
 
     def close(self) -> None:
-        """Close the files, which deletes them; idempotent. The backward of a graph that is still alive raises.
+        """Close and thereby delete the files; idempotent. The backward of a graph that is still alive raises.
 
         Raises:
             StorageTimeoutError: The disk does not answer.
@@ -224,14 +224,14 @@ class OffloadedActivations:
 
 @functools.cache
 def _stay_uncompiled() -> None:
-    """Let torch.compile leave the hooks alone. It would compile them where compiled code runs between two graphs."""
-    from torch._dynamo import trace_rules  # takes a second, and every optimizer of torch imports it, too
+    """Exclude the hooks from torch.compile, which would compile them if compiled code runs between two graphs."""
+    from torch._dynamo import trace_rules  # takes a second, but every optimizer of torch also imports it
 
-    trace_rules.add("lightning_smartinfinity")  # with all that the hooks call
+    trace_rules.add("lightning_smartinfinity")  # and all modules that the hooks call
 
 
 def _remove_hooks(packing: Packing) -> None:
-    """Remove hooks that an interrupt left behind as they were entered or left."""
+    """Remove hooks that are still installed because of an interrupt while entering or leaving them."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and getattr(hooks[0], "__self__", None) is packing:
         torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -239,7 +239,7 @@ def _remove_hooks(packing: Packing) -> None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Save in this context as without offloading, for code that refuses hooks, such as torch.func.grad."""
+    """Disable the hooks in this context, for code that refuses hooks, such as torch.func.grad."""
     ours = []
     while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         if not isinstance(getattr(hooks[0], "__self__", None), Packing):

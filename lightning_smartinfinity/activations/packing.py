@@ -1,4 +1,4 @@
-"""The hooks that autograd calls with each tensor that it saves, and when backward wants it."""
+"""Hooks that autograd calls when it saves a tensor, and when backward uses it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NO_GRAPH_TASK = -1
 
 
 class _SavedParameter:
-    """A parameter, or a view of one, whose data may be another tensor's when backward wants it."""
+    """Saved parameter, or view of one, whose data may have been replaced when backward uses it."""
 
     __slots__ = ("geometry", "parameter", "shape", "version")
 
@@ -44,7 +44,7 @@ class _SavedParameter:
 
 
 class _SavedTensor:
-    """A part of an entry."""
+    """Saved tensor that views the bytes of an entry."""
 
     __slots__ = ("changes", "entry", "geometry", "version")
 
@@ -54,17 +54,17 @@ class _SavedTensor:
 
 
 class Packing:
-    """The hooks of one forward.
+    """Hooks of one forward.
 
-    What passes through is kept as autograd would keep it. Every saved tensor keeps its version, since autograd does not
-    look for changes where there are hooks.
+    Tensors that pass through are kept as autograd would keep them. Every saved tensor keeps its version, because
+    autograd does not check for changes if there are hooks.
 
     Args:
-        store: Where entries go.
+        store: Store of the entries.
         forward: Record of the forward.
         min_bytes: Size of the smallest tensor that is offloaded.
         passing: Tensors whose storages are never offloaded. They must live as long as the forward.
-        gather: Is called with a parameter whose data is gone when backward wants it, and brings it back.
+        gather: Called to restore the data of a parameter that was released before backward uses it.
         notes_failures: Whether a tensor that cannot be read is replaced by NaN (zeros for integers), and the failure is
             noted in the store.
 
@@ -95,7 +95,7 @@ class Packing:
         self.num_passed = 0
 
     def pack(self, tensor: torch.Tensor) -> object:
-        """Return what autograd keeps instead of a tensor."""
+        """Return the object that autograd keeps instead of a tensor."""
         base = tensor._base
         if _is_plain_parameter(tensor):
             return _SavedParameter(cast(Parameter, tensor), tensor)
@@ -126,9 +126,9 @@ class Packing:
         """Return the tensor for which autograd keeps ``packed``.
 
         Raises:
-            RuntimeError: It was changed in place.
-            CudaError: It cannot be copied onto its device.
-            StorageError: It cannot be read.
+            RuntimeError: The tensor was changed in place.
+            CudaError: The tensor cannot be copied onto its device.
+            StorageError: The tensor cannot be read.
         """
         if type(packed) is tuple:
             tensor, version = packed
@@ -144,14 +144,14 @@ class Packing:
             return self._tensor(packed)
 
     def timed_pack(self, tensor: torch.Tensor) -> object:
-        """Return what :meth:`pack` returns, and take the time."""
+        """Call :meth:`pack`, and add its time to the forward's record."""
         began = time.perf_counter()
         packed = self.pack(tensor)
         self._forward.hook_seconds += time.perf_counter() - began
         return packed
 
     def timed_unpack(self, packed: Any) -> torch.Tensor:
-        """Return what :meth:`unpack` returns, and take the time."""
+        """Call :meth:`unpack`, and add its time to the forward's record."""
         began = time.perf_counter()
         tensor = self.unpack(packed)
         self._forward.hook_seconds += time.perf_counter() - began
@@ -167,7 +167,7 @@ class Packing:
         )
 
     def _can_evict_from(self, device: torch.device) -> bool:
-        # What is captured in a graph is run later, without these hooks.
+        # A captured graph runs later, without these hooks.
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return False
         with self._lock:
@@ -202,7 +202,7 @@ class Packing:
             except (StorageError, CudaError) as error:
                 if not self._notes_failures:
                     raise
-                entry.unreadable = type(error)(error.problem, error.remedy)  # without frames that have the entry
+                entry.unreadable = type(error)(error.problem, error.remedy)  # a traceback would keep the entry alive
         self._store.note_unreadable(entry.unreadable)
         return _lost(saved.geometry, saved.changes.device)
 
@@ -243,7 +243,7 @@ def _passed(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _identity(tensor: torch.Tensor) -> int | None:
-    """Return the identity of a tensor's storage; None if it has none, as sparse tensors and those of torch.func."""
+    """Return the identity of a tensor's storage; None for tensors without, such as sparse ones and torch.func's."""
     try:
         identity: int = tensor.untyped_storage()._cdata
         return identity
@@ -252,14 +252,14 @@ def _identity(tensor: torch.Tensor) -> int | None:
 
 
 def _is_plain_parameter(tensor: torch.Tensor) -> bool:
-    """Return whether torch computes with a tensor as with any parameter; subclasses may change that."""
+    """Return whether a tensor is a parameter that torch handles as usual; subclasses may change that."""
     return issubclass(type(tensor), Parameter) and type(tensor).__torch_function__ is Parameter.__torch_function__
 
 
 def _is_part(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether a view of a parameter is a part of its memory, whose elements it does not change.
+    """Return whether a view of a parameter has the same elements as the parameter's current memory.
 
-    The parameter may have been given other memory since the view was made.
+    The parameter may have got other memory since the view was made.
     """
     if tensor.dtype != parameter.dtype or tensor.is_conj() != parameter.is_conj() or tensor.is_neg():
         return False
@@ -268,7 +268,7 @@ def _is_part(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _lost(geometry: Geometry, device: torch.device) -> torch.Tensor:
-    """Return NaN, or zeros where the dtype has no NaN, in place of a tensor that cannot be read."""
+    """Return a tensor of NaN (zeros if the dtype has no NaN) instead of one that cannot be read."""
     dtype, size, stride, _ = geometry
     least = torch.empty_strided(size, stride, dtype=dtype, device=device)
     return least.fill_(float("nan") if dtype.is_floating_point or dtype.is_complex else 0)

@@ -1,4 +1,4 @@
-"""The host memory through which entries move to storage and back."""
+"""Pool of host memory through which entries move to storage and back."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 __all__ = ["Pool"]
 
 _LEAST_BYTES = 64 << 20
-_SHARE_OF_SAVED = 8  # one over the share of what a forward saves that the pool takes
-_SHARE_OF_BUDGET = 2  # one over the share of the budget that the pool takes
-_SHARE_UNDER_WAY = 16  # one over the share of what a forward saves that is under way from or to a device
+_SHARE_OF_SAVED = 8  # one over the share of a forward's saved bytes that is the size of the pool
+_SHARE_OF_BUDGET = 2  # one over the share of the budget that the pool may use
+_SHARE_UNDER_WAY = 16  # one over the share of a forward's saved bytes that may be in copies
 _LEAST_UNDER_WAY_BYTES = 64 << 20
 
 
 class Pool:
-    """Lends memory to entries. What is on storage, too, stays until its room is needed.
+    """Lends memory to entries. Entries that are also on storage stay in the pool until their room is needed.
 
     Args:
         settings: How much is offloaded.
-        files: Where entries are written, which messages name.
+        files: Files of the entries, which error messages name.
 
     Attributes:
         most_saved: Bytes of the largest forward.
@@ -41,25 +41,25 @@ class Pool:
         self._settings, self._files = settings, files
         self._memory = native.MemoryPool()
         self._registered: native.MemoryPool | None = None  # for entries on CUDA devices
-        # Entries that are in the pool and on storage: what backward has still to use, oldest first, and what it has
-        # used.
+        # Entries that are in the pool and on storage: those that backward has not used yet, oldest first, and those
+        # that it has used.
         self._written: deque[weakref.ref[Entry]] = deque()
         self._used: deque[weakref.ref[Entry]] = deque()
         self.most_saved = self.largest = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that the pool takes."""
+        """Bytes of host memory that the pool has allocated."""
         return self._memory.nbytes + (self._registered.nbytes if self._registered else 0)
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes that are in use."""
+        """Bytes that entries use."""
         return self._memory.lent_bytes + (self._registered.lent_bytes if self._registered else 0)
 
     @property
     def limit(self) -> int:
-        """Most bytes that are in use, unless backward needs more at once."""
+        """Most bytes that entries may use, unless backward needs more at once."""
         host_bytes, budget = self._settings.host_bytes, self._settings.budget_bytes
         if isinstance(host_bytes, int):
             return host_bytes
@@ -68,15 +68,15 @@ class Pool:
 
     @property
     def under_way_bytes(self) -> int:
-        """Most bytes of entries that are to be under way between a device and the pool, for each direction.
+        """Most bytes of entries in copies between a device and the pool, for each direction.
 
-        With as many, copies go on without a break. They take up memory of the device, and so do entries that the device
-        has not reached yet because the host is ahead of it.
+        With this many bytes, copies run without a break. Entries in copies use device memory, and so do entries that
+        the device has not computed yet because the host runs ahead of it.
         """
         return max(_LEAST_UNDER_WAY_BYTES, self.largest, self.most_saved // _SHARE_UNDER_WAY)
 
     def apply_limit(self) -> None:
-        """Give memory above the limit back to the system as soon as it is idle."""
+        """Return memory above the limit to the system as soon as it is idle."""
         limit = self.limit
         if self._registered is None:
             self._memory.limit = limit
@@ -85,18 +85,18 @@ class Pool:
             self._registered.limit = max(0, limit - self._memory.lent_bytes)
 
     def give_back(self) -> None:
-        """Give all idle memory back to the system."""
+        """Return all idle memory to the system."""
         self._memory.limit = 0
         if self._registered is not None:
             self._registered.limit = 0
 
     def take(self, entry: Entry) -> torch.Tensor:
-        """Return memory for an entry, in whole blocks, with any content.
+        """Return uninitialized memory for an entry, in whole blocks.
 
-        It is registered with CUDA if the entry is on a device. If that is impossible, copies block.
+        The memory is registered with CUDA if a device holds the entry. If CUDA refuses that, copies block.
 
         Raises:
-            StorageError: The system has no memory.
+            StorageError: The system is out of memory.
         """
         with storage_errors("Taking host memory for activations in", self._files.tensors.path):
             if entry.copies is None:
@@ -109,16 +109,16 @@ class Pool:
             return memory
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether so many bytes more fit, in whole blocks."""
+        """Return whether ``nbytes`` more bytes, in whole blocks, fit into the limit."""
         return self.lent_bytes + nbytes <= self.limit
 
     def make_room(self, nbytes: int, *, wait: Callable[[], bool] = lambda: False) -> bool:
-        """Drop memory of entries that are on storage until so many bytes more fit, in whole blocks, if they can.
+        """Drop memory of entries that are on storage until ``nbytes`` more bytes fit; return whether they fit.
 
         Args:
-            nbytes: Number of bytes.
-            wait: Waits for memory that is about to come back, and returns whether there was any. It is called before
-                memory goes that backward has still to use.
+            nbytes: Number of bytes, in whole blocks.
+            wait: Waits for memory that is about to be returned, and returns whether there was any. It is called before
+                memory is dropped that backward has not used yet.
         """
         while not self.has_room(nbytes):
             if not (_drop_first(self._used) or wait() or _drop_first(self._written)):
@@ -126,7 +126,7 @@ class Pool:
         return True
 
     def add_written(self, entry: Entry) -> None:
-        """Note an entry that is on storage, and that backward has still to use."""
+        """Note an entry that is on storage, and that backward has not used yet."""
         self._written.append(weakref.ref(entry))
 
     def add_used(self, entry: Entry) -> None:
@@ -134,7 +134,7 @@ class Pool:
         self._used.append(weakref.ref(entry))
 
     def forget_gone(self) -> None:
-        """Forget entries that are gone."""
+        """Forget deleted entries."""
         for each in (self._written, self._used):
             living = [found for found in each if found() is not None]
             each.clear()

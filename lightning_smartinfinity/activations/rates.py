@@ -1,4 +1,4 @@
-"""Measures how many bytes per second storage, and copies from and to devices, move."""
+"""Measures the rates of storage and of copies from and to devices, in bytes per second."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ __all__ = ["Rates"]
 
 
 class Rates:
-    """Rates at which storage was seen to write and to read. Times in which it had nothing to do do not count.
+    """Measured rates, in bytes per second, of the time in which transfers run. A rate is 0 if it is unknown.
 
     Attributes:
-        copies_out: Copies from devices that were timed.
-        copies_in: Copies to devices that were timed.
-        copied_out: Bytes per second that were copied from devices; 0 if that is not known.
-        copied_in: Bytes per second that were copied to devices; 0 if that is not known.
-        write: Bytes per second that it wrote; 0 if that is not known.
-        read: Bytes per second that it read; 0 if that is not known.
-        is_reading: Whether it has read since the update before the last one.
+        copies_out: Timed copies from devices.
+        copies_in: Timed copies to devices.
+        copied_out: Rate of copies from devices.
+        copied_in: Rate of copies to devices.
+        write: Rate of writes to storage.
+        read: Rate of reads from storage.
+        is_reading: Whether storage has read since the update before the last one.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Rates:
         self.is_reading = False
 
     def update(self, counters: native.Counters) -> None:
-        """Compute all rates from what was transferred since the last call; without a transfer a rate stays."""
+        """Compute each rate from the transfers since the last call; without a transfer a rate does not change."""
         written = (counters.written_bytes, counters.write_busy_seconds)
         was_read = (counters.read_bytes, counters.read_busy_seconds)
         self.write = _rate(self._written, written) or self.write

@@ -1,4 +1,4 @@
-"""Has entries in memory when backward wants them, and reads those that it will want next."""
+"""Reads entries into the pool when backward uses them, and reads ahead."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MOST_AHEAD = 64  # entries
 
 
 class Reads:
-    """Entries on their way from storage. None of them is kept alive by it.
+    """Reads in progress. It keeps no entry alive.
 
     Args:
-        files: Where they were written.
-        pool: Where they are read to.
-        spare_bytes: Returns how many bytes the budget leaves; None if there is no budget.
+        files: Files to which entries were written.
+        pool: Pool into which entries are read.
+        spare_bytes: Returns the unused bytes of the budget; None if there is no budget.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class Reads:
         spare_bytes: Callable[[], int | None],
     ) -> None:
         self._files, self._pool, self._spare_bytes = files, pool, spare_bytes
-        self._ahead: deque[weakref.ref[Entry]] = deque()  # read, or being read, before they are wanted
+        self._ahead: deque[weakref.ref[Entry]] = deque()  # read, or being read, before backward uses them
 
     @property
     def ahead_bytes(self) -> int:
-        """Most bytes that are read before they are wanted."""
+        """Most bytes to read ahead."""
         return self._pool.limit // _SHARE_AHEAD
 
     def forget_gone(self) -> None:
-        """Forget entries that are gone."""
+        """Forget deleted entries."""
         self._ahead = deque(found for found in self._ahead if found() is not None)
 
     def are_done(self, entry: Entry) -> bool:
-        """Return whether an entry is in memory. Whoever wants it is told of a read that failed."""
+        """Return whether an entry is in memory. :meth:`have_in_memory` raises the error of a failed read."""
         if entry.reading is not None and self._files.tensors.done(entry.reading):
             with suppress(StorageError):
                 self._files.tensors.finish(entry.reading)
@@ -58,14 +58,14 @@ class Reads:
         return entry.memory is not None and entry.reading is None
 
     def have_in_memory(self, entry: Entry) -> None:
-        """Return when an entry is in memory.
+        """Read an entry if necessary, and wait until it is in memory.
 
         Raises:
             CudaError: A copy from the pool failed.
-            StorageError: It cannot be read.
+            StorageError: The entry cannot be read.
         """
         if entry.memory is None:
-            # The device may be behind the host, and copies that it has not run yet use the pool.
+            # The host may run ahead of the device, whose pending copies use the pool.
             wait = {} if entry.copies is None else {"wait": entry.copies.wait_for_copy_in}
             nbytes = whole_blocks(entry.nbytes)
             self._pool.make_room(nbytes, **wait)
@@ -84,7 +84,7 @@ class Reads:
             entry.reading = None  # not after an interrupt
 
     def read_ahead(self, entry: Entry) -> None:
-        """Read what backward is expected to want behind an entry, within bounds."""
+        """Read the entries that backward is expected to use after an entry, within bounds."""
         forward: Forward = entry.forward
         forward.expect_after(entry)
         while (following := forward.following()) is not None:
@@ -94,7 +94,7 @@ class Reads:
                     return
                 try:
                     self._start(following, native.IoClass.GATHER)
-                except StorageError:  # whoever wants it is told
+                except StorageError:  # raised again when backward uses the entry
                     return
                 self._ahead.append(weakref.ref(following))
             forward.skip()
@@ -105,7 +105,7 @@ class Reads:
         entry.memory, entry.reading = memory, self._files.tensors.read(entry.stored, memory, io_class=io_class)
 
     def _may_read_ahead(self, nbytes: int) -> bool:
-        """Return whether so many bytes more may be read before they are wanted. Nothing has to go for them."""
+        """Return whether ``nbytes`` more bytes may be read ahead without dropping anything."""
         if not (self._pool.has_room(nbytes) and self._is_within_budget(nbytes)):
             return False
         unused = [entry for found in self._ahead if (entry := found()) is not None and not entry.was_used]

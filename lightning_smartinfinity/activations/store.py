@@ -1,4 +1,4 @@
-"""Lets entries leave for storage in forward, and has them in memory when backward wants them."""
+"""Evicts entries to storage in forward, and has them in memory when backward uses them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ __all__ = ["ActivationStore"]
 class ActivationStore:
     """One process's entries on storage, and the pool of host memory through which they move.
 
-    It refers to no entry: an entry's memory and place are free when the graph drops it. The pool keeps the newest
-    entries and writes the oldest. What is written stays in the pool until its room is needed.
+    The store has only weak references to entries: an entry's memory and place are free when the graph drops it. The
+    pool keeps the newest entries, and the oldest are written. Written entries stay in the pool until their room is
+    needed.
 
-    Whoever calls it holds :attr:`lock`, except for :meth:`entry_is_gone`.
+    Callers hold :attr:`lock`, except for :meth:`entry_is_gone`.
 
     Args:
         settings: How much is offloaded.
@@ -47,7 +48,7 @@ class ActivationStore:
         transfer: Where in the folders, and how, files are opened and used.
 
     Attributes:
-        lock: Lock for entries and for everything here.
+        lock: Lock for entries and for this store.
     """
 
     def __init__(self, settings: ActivationOffload, folders: Sequence[Path], *, transfer: TransferConfig) -> None:
@@ -103,11 +104,11 @@ class ActivationStore:
             self._pool.give_back()
 
     def give_back(self) -> None:
-        """Give the memory of the pool back that nothing uses."""
+        """Return the idle memory of the pool to the system."""
         self._pool.give_back()
 
     def entry_is_gone(self, entry: Entry) -> None:
-        """Give up the transfers of an entry that nothing refers to any more. Any thread may call it at any time."""
+        """Give up the transfers of an entry that is being deleted. Any thread may call this at any time."""
         if self._files.is_of_parent or self._files.closed:
             return
         entry.unload()
@@ -116,7 +117,7 @@ class ActivationStore:
                 with suppress(ValueError):  # the files are closed
                     self._files.give_up(ticket)
 
-    # ---- what is watched
+    # ---- state
 
     @property
     def stopped(self) -> bool:
@@ -125,32 +126,32 @@ class ActivationStore:
 
     @property
     def is_on_processor(self) -> bool:
-        """Whether no entry lies on a device."""
+        """Whether host memory holds all tensors saved so far."""
         return not self._devices
 
     @property
     def devices(self) -> list[torch.device]:
-        """Devices on which entries were."""
+        """Devices that have held entries."""
         return self._devices.names()
 
     def start_clock(self) -> DeviceClock | None:
-        """Return a clock of the device on which entries were, or of the first one; None if all were in host memory."""
+        """Return a clock of the first device that has held entries; None if host memory held all."""
         return next(map(DeviceClock, self._devices.names()), None)
 
     def wait_for_devices(self) -> None:
-        """Wait until all devices have done what torch's current streams were given. What failed is told later."""
+        """Wait until all devices have done the work of torch's current streams. A failure stops offloading."""
         self._devices.wait()
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that the pool takes."""
+        """Bytes of host memory that the pool has allocated."""
         return self._pool.nbytes
 
     @property
     def held_bytes(self) -> int:
         """Bytes that are held for backward.
 
-        These are storages that entries keep alive, memory of the pool in use, and entries that were copied back onto
+        These are storages that entries keep alive, memory of the pool in use, and entries that were copied back to
         devices.
         """
         self._files.finish_orphans()
@@ -168,22 +169,22 @@ class ActivationStore:
 
     @property
     def pool_bytes(self) -> int:
-        """Most bytes of the pool that are in use, unless backward needs more at once."""
+        """Most bytes of the pool that entries may use, unless backward needs more at once."""
         return self._pool.limit
 
     @property
     def read_ahead_bytes(self) -> int:
-        """Most bytes that are read before they are wanted."""
+        """Most bytes that are read before backward uses them."""
         return self._reads.ahead_bytes
 
     @property
     def most_evicted_bytes(self) -> int:
-        """Most bytes of entries that had left at once."""
+        """Most bytes of entries that were evicted at once."""
         return self._eviction.most_evicted
 
     @property
     def load_ahead_bytes(self) -> int:
-        """Most bytes that are copied to devices before they are wanted."""
+        """Most bytes that are copied to devices before backward uses them."""
         return self._loads.limit
 
     def traffic(self) -> ActivationTraffic:
@@ -195,7 +196,7 @@ class ActivationStore:
         return replace(self._traffic, written_bytes=counters.written_bytes, read_bytes=counters.read_bytes)
 
     def update_rates(self) -> Rates:
-        """Return what storage and copies were seen to move in a second since the last call."""
+        """Return the rates of storage and of copies, measured since the last call."""
         self._rates.update(self.files.counters())
         return self._rates
 
@@ -208,35 +209,35 @@ class ActivationStore:
         return self._files.take_failure()
 
     def forget_failed_reads(self) -> None:
-        """Forget why entries could not be read: the gradients that were computed without them are gone."""
+        """Forget why entries could not be read, because the gradients computed without them were discarded."""
         self._files.forget_failed_reads()
 
     # ---- forward
 
     def copies_of(self, device: torch.device) -> DeviceCopies | None:
-        """Return what copies entries of a device; None if they cannot leave it."""
+        """Return the copies of a device; None if its entries cannot be evicted."""
         return self._devices.copies_of(device)
 
     def begin(self, forward: Forward) -> None:
-        """Take entries of a forward from now on."""
+        """Begin a forward, whose entries are admitted next."""
         self._pool.forget_gone()
         self._writes.forget_gone()
         self._reads.forget_gone()
         self._eviction.begin(forward)
 
     def admit(self, entry: Entry, tensor: torch.Tensor, forward: Forward) -> None:
-        """Take a new entry, which was made for a tensor, and let the oldest ones leave."""
+        """Add a new entry that was made for a tensor, and evict the oldest ones."""
         self._eviction.add(entry, tensor, forward)
         self._reap()
         self._eviction.evict_oldest(forward, held_bytes=lambda: self.held_bytes)
 
     def share(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Take a saved tensor that shares an entry."""
+        """Note a saved tensor that shares an existing entry."""
         self._writes.note_packed(entry, tensor)
         self._traffic.deduplicated += 1
 
     def end(self, forward: Forward) -> None:
-        """Count what stays in memory, as the forward has ended."""
+        """End a forward, and count the entries that are still in memory."""
         if forward.ended is None:
             forward.ended = time.perf_counter()
             if forward.clock is not None:
@@ -249,11 +250,11 @@ class ActivationStore:
     # ---- backward
 
     def fetch(self, entry: Entry, geometry: Geometry) -> torch.Tensor:
-        """Return a tensor of an entry, and read those ahead that backward is expected to want next.
+        """Return a tensor of an entry, and read ahead the entries that backward is expected to use next.
 
         Raises:
-            CudaError: It cannot be copied onto its device. Nothing is offloaded any more.
-            StorageError: It cannot be read.
+            CudaError: The entry cannot be copied onto its device. Offloading stops.
+            StorageError: The entry cannot be read.
         """
         try:
             return self._fetch(entry, geometry)
@@ -267,7 +268,7 @@ class ActivationStore:
         if is_first_use:
             entry.forward.use(entry, time.perf_counter())
             if entry.copies is None and entry.stored is not None:
-                # Backward frees about as much as it uses. Without offloading, that is as it is in autograd alone.
+                # Backward frees about as much as it uses. Without offloading, nothing is done, as in plain autograd.
                 self._freed_memory.add(entry.nbytes)
         self._reap()
         was_in_memory = entry.memory is not None
@@ -298,13 +299,13 @@ class ActivationStore:
     def _load_ahead(self, entry: Entry) -> None:
         try:
             self._loads.load_ahead(entry)
-        except CudaError as error:  # of another entry; whoever wants that is told
+        except CudaError as error:  # of another entry: raised when backward uses that entry
             self._writes.stop(error)
 
-    # ---- ends of transfers
+    # ---- transfers that have ended
 
     def _reap(self) -> None:
-        """Finish what has ended."""
+        """Finish the transfers that have ended."""
         if not self._files.closed:
             self._files.finish_orphans()
             self._writes.reap()

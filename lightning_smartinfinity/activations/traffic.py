@@ -1,4 +1,4 @@
-"""Counts what happens to what forward saves for backward."""
+"""Counters of the tensors that forward saves for backward."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ __all__ = ["ActivationTraffic"]
 
 @dataclass(kw_only=True)
 class ActivationTraffic:
-    """Cumulative counters of one process, in bytes of entries unless they say otherwise.
+    """Cumulative counters of one process, in bytes of entries unless stated otherwise.
 
-    An entry is what several saved tensors share: one storage, or a compact copy of one tensor.
+    An entry holds the bytes that saved tensors share: one storage, or a compact copy of one tensor.
 
     Args:
         saved_bytes: Entries that could be offloaded.
-        offloaded_bytes: Entries that were copied into the pool, to rest there or to be written.
+        offloaded_bytes: Entries that were copied into the pool, to stay cached there or to be written.
         written_bytes: All bytes written to storage, in whole blocks.
         read_bytes: All bytes read from storage, in whole blocks.
-        forwarded_bytes: Entries that backward wanted before they had left, whose writes were cancelled.
-        kept_bytes: Entries that stayed in memory because they are among the newest.
-        kept_for_room_bytes: Entries that stayed because the pool or storage had no room when forward ended.
-        kept_elsewhere_bytes: Entries that stayed because somebody else still held them at this place of the forward
-            before.
-        freed_nothing_bytes: Entries that left although somebody else held them until forward ended.
-        deduplicated: Number of saved tensors that were stored as a part of an entry that was there already.
+        forwarded_bytes: Entries that backward used before they were written, whose writes were cancelled.
+        kept_bytes: Entries that were kept in memory because they are among the newest.
+        kept_for_room_bytes: Entries that were kept because the pool or storage had no room when forward ended.
+        kept_elsewhere_bytes: Entries that were kept because in the forward before, something else still held the
+            entries with their numbers.
+        freed_nothing_bytes: Entries that were evicted although something else held their storage until forward ended.
+        deduplicated: Number of saved tensors that share an existing entry.
         waited_seconds: Time for which backward waited for storage.
         held_up_seconds: Time for which forward waited for storage to stay below the budget.
     """

@@ -1,4 +1,4 @@
-"""Writes entries, from the storages that forward left through the pool."""
+"""Copies entries from their storages into the pool, and writes them to the files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Writes"]
 
 
 class Writes:
-    """Entries on their way to storage, or at rest in the pool. None of them is kept alive by it.
+    """Writes in progress, and cached entries, which the pool holds and which are not written. It keeps no entry alive.
 
     Args:
         settings: How much is offloaded.
-        files: Where they are written.
-        pool: Where they lie meanwhile.
+        files: Files to which entries are written.
+        pool: Pool into which entries are copied first.
 
     Attributes:
         stopped: Whether a write or a copy has failed, so that nothing more is offloaded.
@@ -34,30 +34,30 @@ class Writes:
 
     def __init__(self, settings: ActivationOffload, files: ActivationFiles, pool: Pool) -> None:
         self._settings, self._files, self._pool = settings, files, pool
-        self._cached: deque[weakref.ref[Entry]] = deque()  # in the pool only, for the time being, oldest first
+        self._cached: deque[weakref.ref[Entry]] = deque()  # only in the pool, oldest first
         self._copying: deque[weakref.ref[Entry]] = deque()  # being copied from devices into the pool, oldest first
         self._writing: deque[weakref.ref[Entry]] = deque()  # being written, oldest first
         self.stopped = False
 
     def entries(self) -> Iterator[Entry]:
-        """Yield the entries that may be being written, oldest first."""
+        """Yield the entries whose writes may be in progress, oldest first."""
         return (entry for found in self._writing if (entry := found()) is not None)
 
     def note_packed(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Note that a tensor was packed whose bytes are those of an entry."""
+        """Note that a tensor with the bytes of an entry was packed."""
         try:
             entry.note_packed(tensor)
-        except CudaError as error:  # nobody knows when the tensor is computed, so it may not leave
+        except CudaError as error:  # it is unknown when the tensor is computed, so it cannot be evicted
             self.stop(entry.failure(error))
 
     def begin(self, entry: Entry, *, stays_cached: bool = False) -> bool:
         """Copy an entry into the pool, and start to write it unless it stays cached; return whether there was room.
 
-        From a device the copy is only started, and the write starts when the copy has run.
+        A copy from a device is only started, and the write starts when the copy has run.
 
         Args:
             entry: The entry.
-            stays_cached: Whether it is to stay in the pool, and is not written for the time being.
+            stays_cached: Whether the entry stays in the pool and is not written yet.
         """
         try:
             if not self._make_room(entry, stays_cached=stays_cached):
@@ -70,8 +70,8 @@ class Writes:
             return False
         except torch.OutOfMemoryError:
             return False
-        # From here on others find the entry by its key and its bytes in the pool. Only then is it written, and only
-        # then may its storage go, whose address a new one may take.
+        # From here on the entry is found by its key, with its bytes in the pool. Only now may it be written and its
+        # storage be released, because a new storage may get the same address.
         entry.stored = stored
         if stays_cached:
             self._cached.append(weakref.ref(entry))
@@ -83,7 +83,7 @@ class Writes:
         return True
 
     def forget_gone(self) -> None:
-        """Forget entries that are gone."""
+        """Forget deleted entries."""
         self._cached = deque(found for found in self._cached if found() is not None)
 
     def oldest_cached(self) -> Entry | None:
@@ -109,7 +109,7 @@ class Writes:
         return True
 
     def reap(self) -> None:
-        """Start the writes of what has come from devices, and finish the writes that have ended."""
+        """Start the writes of entries whose copies from devices have run, and finish the writes that have ended."""
         while self._copying:
             entry = self._copying[0]()
             if entry is not None and not self._end_copy(entry):
@@ -132,26 +132,26 @@ class Writes:
         return True
 
     def give_up(self, entry: Entry) -> None:
-        """Cancel the write of an entry whose bytes stay in the pool, so that nobody reads them from storage."""
+        """Cancel the write of an entry, whose bytes stay in the pool and are not read from storage."""
         ticket, entry.writing, entry.stored = entry.writing, None, None
         if ticket is not None:
             self._files.give_up(ticket)
 
     def stop(self, failure: SmartInfinityError) -> None:
-        """Offload nothing more after a failure. What could not leave stays in memory."""
+        """Stop offloading after a failure. Entries that could not be evicted stay in memory."""
         if not self.stopped:
             self.stopped = True
             self._files.note_unwritable(failure)
             warnings.warn(f"{failure} What forward saves stays in memory from now on.", stacklevel=2)
 
     def has_place(self, nbytes: int) -> bool:
-        """Return whether so many bytes more may lie on storage."""
+        """Return whether ``storage_bytes`` allows ``nbytes`` more bytes on storage."""
         most = self._settings.storage_bytes
         assert not isinstance(most, str), "a size given as text is kept as bytes"
         return most is None or self._files.tensors.storage_bytes + nbytes <= most
 
     def _make_room(self, entry: Entry, *, stays_cached: bool) -> bool:
-        """Let older ones go for an entry, and the device catch up; return whether there is room for it then."""
+        """Drop older entries, and wait for the device, to make room for an entry; return whether there is room."""
         nbytes = whole_blocks(entry.nbytes)
         if self.stopped or not (stays_cached or self.has_place(nbytes)):
             return False
@@ -159,8 +159,8 @@ class Writes:
             return False
         if self._pool.make_room(nbytes):
             return True
-        # The host may be ahead of the device by a whole forward. If it did not wait here, it would find the pool full
-        # of what the device has not computed yet, and let nothing more leave.
+        # The host may run ahead of the device by a whole forward. Without this wait, entries that the device has not
+        # computed yet would fill the pool, and nothing more would be evicted.
         if not entry.wait_until_computed():
             return False
         self.reap()
@@ -185,7 +185,7 @@ class Writes:
         return False
 
     def _end_copy(self, entry: Entry, *, waits: bool = False) -> bool:
-        """Start the write of an entry if its copy from the device has run; return whether there is no more to do."""
+        """Start the write of an entry if its copy from the device has run; return False if the copy still runs."""
         if entry.copied is None or entry.stored is None:
             return True
         try:
@@ -194,7 +194,7 @@ class Writes:
             elif not entry.copied.done():
                 return False
         except CudaError as error:
-            entry.stored = None  # and whoever wants the entry finds the copy's failure
+            entry.stored = None  # fetching the entry raises the failure of the copy
             self.stop(entry.failure(error))
             return True
         entry.copied = None
@@ -202,7 +202,7 @@ class Writes:
         return True
 
     def _finish(self, entry: Entry) -> None:
-        """Wait for the write of an entry, whose memory can go afterwards, or stays if the write has failed."""
+        """Wait for the write of an entry. Its memory can be dropped afterwards, unless the write has failed."""
         assert entry.writing is not None
         try:
             self._files.tensors.finish(entry.writing)

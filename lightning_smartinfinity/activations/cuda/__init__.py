@@ -1,1 +1,1 @@
-"""Copies between CUDA devices and the pool of host memory, and how the host keeps pace with them."""
+"""Copies between CUDA devices and the pool of host memory, and times on devices."""

@@ -1,4 +1,4 @@
-"""Times on a CUDA device, which the host need not wait for: points in the order of torch's streams, looked at later."""
+"""Times on a CUDA device, from events on torch's streams, which the host reads later without waiting now."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MS = 1e-3
 
 
 def now_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return the point behind all work that a stream was given so far, whose time is taken when the device is there."""
+    """Record an event that takes the time when the device has done all work given to a stream so far."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
@@ -29,8 +29,8 @@ class CopyTimes:
     """Bytes and seconds of copies.
 
     Attributes:
-        nbytes: Bytes of those that were seen to have ended.
-        seconds: Seconds that these took.
+        nbytes: Bytes of the copies that :meth:`look` has counted.
+        seconds: Seconds of these copies.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class CopyTimes:
         self._copies: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
 
     def add(self, begin: torch.cuda.Event, end: torch.cuda.Event, nbytes: int) -> None:
-        """Take the time of a copy between two points."""
-        self.look()  # so that there are never more than are under way
+        """Add a copy between two events."""
+        self.look()  # so that only copies in progress are queued
         self._copies.append((begin, end, nbytes))
 
     def look(self) -> None:
@@ -51,52 +51,52 @@ class CopyTimes:
 
 
 class DeviceClock:
-    """Times of one forward and its backward on a device, in seconds since this was made.
+    """Times of one forward and its backward on a device, in seconds since the clock was created.
 
     Args:
-        device: The device. Other work of torch's current streams there counts, too.
+        device: The device. Other work of torch's current streams there also counts.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._began = self._now()
-        self._packed: list[tuple[torch.cuda.Event, int]] = []  # with the number of waits before
+        self._packed: list[tuple[torch.cuda.Event, int]] = []  # with the number of hold-ups before
         self._held_up: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._ended: torch.cuda.Event | None = None
         self._used: list[torch.cuda.Event] = []
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._num_waits = 0  # of them before backward wanted its last entry
+        self._num_waits = 0  # before backward used its last entry
 
     def pack(self) -> None:
-        """Take the time of an entry that was packed."""
+        """Record when an entry was packed."""
         self._packed.append((self._now(), len(self._held_up)))
 
     def end(self) -> None:
-        """Take the time of the end of forward, unless it was taken."""
+        """Record when forward ended, unless that was recorded."""
         self._ended = self._ended or self._now()
 
     def use(self) -> None:
-        """Take the time at which backward wants an entry for the first time."""
+        """Record when backward uses an entry for the first time."""
         self.end()
         self._used.append(self._now())
         self._num_waits = len(self._waits)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Take the time for which the device waits for a copy because of what is done in this context."""
+        """Record for how long the device waits for copies that are ordered in this context."""
         begin = self._now()
         yield
         self._waits.append((begin, self._now()))
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
-        """Leave out of the times of forward for how long the device has nothing to do because of this context."""
+        """Exclude the time for which the device is idle because of this context from the times of forward."""
         begin = self._now()
         yield
         self._held_up.append((begin, self._now()))
 
     def wait(self) -> None:
-        """Wait until the device has reached all points."""
+        """Wait until the device has reached all events."""
         for event in (*(event for event, _ in self._packed), self._ended, *self._used):
             if event is not None:
                 event.synchronize()
@@ -109,13 +109,13 @@ class DeviceClock:
 
     @property
     def forward_seconds(self) -> float:
-        """When forward ended."""
+        """When forward ended, without hold-ups."""
         assert self._ended is not None
         return _seconds(self._began, self._ended) - sum(_seconds(*wait) for wait in self._held_up)
 
     @property
     def backward_seconds(self) -> float:
-        """How long backward took from the first entry to the last one, without the waits for copies."""
+        """Time of backward from its first entry to its last, without waits for copies."""
         if not self._used:
             return 0.0
         return _seconds(self._used[0], self._used[-1]) - sum(_seconds(*wait) for wait in self._waits[: self._num_waits])

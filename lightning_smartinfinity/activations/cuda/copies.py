@@ -1,4 +1,4 @@
-"""Copies entries between a CUDA device and the pool, on streams of our own."""
+"""Copies entries between a CUDA device and the pool, on two streams of this package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class UnderWay:
     """Work that a device does in order, in bytes.
 
     Attributes:
-        nbytes: Bytes of the work that it was not seen to have done.
+        nbytes: Bytes of the work that is not known to be done.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class UnderWay:
         self.nbytes = 0
 
     def add(self, points: list[native.CudaEvent], nbytes: int) -> None:
-        """Add work that is done when the device has reached some points."""
-        self.nbytes += nbytes  # an interrupt comes behind the next line only
+        """Add work that is done when the device has reached all of ``points``."""
+        self.nbytes += nbytes  # an interrupt can come only after the next line
         self._points.append((points, nbytes))
 
     def reap(self) -> None:
-        """Forget the work that is done. Raises CudaError if some has failed."""
+        """Remove the work that is done. Raises CudaError if some has failed."""
         while self._points:
             try:
                 if not all(point.done() for point in self._points[0][0]):
@@ -52,21 +52,21 @@ class UnderWay:
             self._forget_first()
 
     def wait(self, nbytes: int) -> None:
-        """Wait until the device has at most so many bytes of work left. Raises CudaError if some has failed."""
+        """Wait until the device has at most ``nbytes`` bytes of work left. Raises CudaError if some has failed."""
         while self.nbytes > nbytes:
             for point in self._forget_first():
                 point.synchronize()
 
     def _forget_first(self) -> list[native.CudaEvent]:
         points, nbytes = self._points[0]
-        self.nbytes -= nbytes  # an interrupt comes behind the next line only
+        self.nbytes -= nbytes  # an interrupt can come only after the next line
         self._points.popleft()
         return points
 
 
-Points = dict[int, native.CudaEvent]  # by handle of the stream in which each lies
+Points = dict[int, native.CudaEvent]  # by handle of the stream on which each is recorded
 
-# Memory that a copy may use of which nobody knows when it ends, because the driver has refused to say so.
+# Memory of copies that may still run: the driver has failed to report their end.
 _NEVER_FREED: list[torch.Tensor] = []
 
 
@@ -74,12 +74,12 @@ class Loaded:
     """Device memory into which an entry is copied.
 
     Args:
-        memory: The memory, of torch's allocator.
-        event: Point behind the copy.
-        stream: Handle of the stream from which the allocator lent the memory.
+        memory: Memory of torch's allocator.
+        event: Point after the copy.
+        stream: Handle of the stream for which the allocator lent the memory.
 
     Attributes:
-        was_taken: Whether a stream of torch's waits for the copy, so that the allocator may have the memory back.
+        was_taken: Whether a stream of torch's waits for the copy, so that the memory may be returned to the allocator.
     """
 
     __slots__ = ("event", "memory", "stream", "was_taken")
@@ -90,7 +90,7 @@ class Loaded:
 
 
 class _Direction:
-    """A stream, and memory that must stay until its copies have run.
+    """A stream, and memory that must be kept until the stream's copies have run.
 
     Args:
         stream: The stream.
@@ -107,19 +107,19 @@ class _Direction:
         self._kept.append((event, memory))
 
     def begin(self, event: native.CudaEvent, *used: torch.Tensor) -> None:
-        """Keep all memory that a copy uses, which is about to start, until :meth:`record`.
+        """Keep all memory of a copy that is about to start, until :meth:`record`.
 
-        An interrupt may come between the two. Then it is kept until the copy has run.
+        If an interrupt comes before :meth:`record`, all of the memory is kept until the copy has run.
 
         Args:
-            event: What becomes the point behind the copy.
-            *used: The memory.
+            event: Event that becomes the point after the copy.
+            *used: Memory of the copy.
         """
         self._end_begun()
         self._begun = event, used
 
     def record(self) -> None:
-        """Set the point behind the copy that has started, and keep only the first memory that it uses."""
+        """Record the point after the copy that has started, and keep only the first of its memory."""
         self._end_begun(num_kept=1)
 
     def _end_begun(self, *, num_kept: int | None = None) -> None:
@@ -137,7 +137,7 @@ class _Direction:
         self._begun = None  # no interrupt comes between this and what the caller does next
 
     def reap(self) -> None:
-        """Keep memory no longer whose copies have run. Raises CudaError if one has failed."""
+        """Release the memory of copies that have run. Raises CudaError if a copy has failed."""
         self._end_begun()
         while self._kept:
             event, memory = self._kept[0]
@@ -169,12 +169,12 @@ class _Direction:
 class DeviceCopies:
     """Copies of one process between the pool and one CUDA device.
 
-    Copies run on two streams of ours, one for each direction. Their order with the streams that use the tensors is that
-    of events: the host waits for the device only where a method says so.
+    Copies run on two streams, one for each direction. Events order them with the streams that use the tensors: the host
+    waits for the device only in methods whose docstrings state it.
 
     Args:
         link: Link to the device.
-        rates: What takes the times of copies.
+        rates: Gets the times of copies.
     """
 
     def __init__(self, link: CudaLink, rates: Rates) -> None:
@@ -182,9 +182,9 @@ class DeviceCopies:
         self._device = torch.device("cuda", link.device.index)
         streams = _streams(link)
         self._out, self._in = map(_Direction, streams)
-        # What leaves, in the same order: until it is computed, and until it is copied.
+        # Evicted tensors in order: those not yet computed, and those not yet copied.
         self._computed, self._copied = UnderWay(), UnderWay()
-        # The same streams, as torch knows them.
+        # The same streams, as torch's objects.
         self._torch_out, self._torch_in = (
             torch.cuda.ExternalStream(stream.handle, device=self._device)  # type: ignore[no-untyped-call]
             for stream in streams
@@ -192,7 +192,7 @@ class DeviceCopies:
         weakref.finalize(self, _finish_in, os.getpid(), self._out, self._in)
 
     def mark(self, points: Points) -> None:
-        """Move or add the point behind all work that torch's current stream was given so far."""
+        """Record the point after all work given to torch's current stream so far, in place of an earlier one."""
         stream = self.link.torch_stream()
         if stream not in points:
             points[stream] = native.CudaEvent(self.link.device)
@@ -201,19 +201,19 @@ class DeviceCopies:
     def copy_out(
         self, tensor: torch.Tensor, memory: torch.Tensor, *, after: Points, is_timed: bool
     ) -> native.CudaEvent:
-        """Start to copy a tensor into memory of the pool, and return the point behind the copy.
+        """Start to copy a tensor into memory of the pool, and return the point after the copy.
 
         The caller may drop the tensor at once: the allocator waits for the copy before it lends its memory to others.
 
         Args:
             tensor: Tensor on the device. If it is not contiguous, it is cloned on torch's current stream first.
             memory: Memory of the pool, kept until the copy has run.
-            after: Points behind the work that computes the tensor.
-            is_timed: Whether its time is taken.
+            after: Points after the work that computes the tensor.
+            is_timed: Whether to time the copy.
 
         Raises:
             CudaError: A call failed.
-            OutOfMemoryError: There is no memory for the clone.
+            OutOfMemoryError: The device has no memory for the clone.
         """
         if not tensor.is_contiguous():
             for point in after.values():
@@ -241,11 +241,12 @@ class DeviceCopies:
         return event
 
     def may_copy_out(self, nbytes: int, *, most: int) -> bool:
-        """Return whether a copy of so many bytes may start, and first let the device catch up.
+        """Wait for the device to catch up, and return whether a copy of ``nbytes`` bytes may start.
 
-        The host waits until of all that leaves, at most ``most`` bytes are still to be computed. Otherwise it could be
-        ahead of the device by a whole forward, and what forward saves would be in device memory all at once. For copies
-        it does not wait: if more than ``most`` bytes are computed and not copied, forward is faster than the copies.
+        The host waits until at most ``most`` bytes of all evicted tensors are not computed yet. Without that wait, it
+        could run ahead of the device by a whole forward, whose saved tensors would be in device memory all at once.
+        The host does not wait for copies: if more than ``most`` bytes are computed and not copied, forward is faster
+        than the copies, and no copy may start.
 
         Raises:
             CudaError: A copy, or what the device computed before it, has failed.
@@ -261,19 +262,19 @@ class DeviceCopies:
         Args:
             memory: Memory of the pool, kept until the copy has run.
             nbytes: Bytes to copy.
-            after: Point behind the copy that fills the memory, if that may be in progress.
-            is_timed: Whether its time is taken.
+            after: Point after the copy that fills the memory, if that may be in progress.
+            is_timed: Whether to time the copy.
 
         Raises:
             CudaError: A call, or the copy that fills the memory, failed.
-            OutOfMemoryError: The device has no memory.
+            OutOfMemoryError: The device is out of memory.
         """
         if after is not None and not after.done():
             after.hold(self._in.stream.handle)
         event = native.CudaEvent(self.link.device)
         current = self.link.torch_stream()
         loaded = Loaded(torch.empty(nbytes, dtype=torch.uint8, device=self._device), event, stream=current)
-        # The allocator may have lent what earlier work of the current stream still uses.
+        # The allocator may have lent memory that earlier work of the current stream still uses.
         self._in.stream.follow(current)
         began = now_on(self._torch_in) if is_timed else None
         self._in.begin(event, memory, loaded.memory)
@@ -286,7 +287,7 @@ class DeviceCopies:
         return loaded
 
     def take(self, loaded: Loaded) -> torch.Tensor:
-        """Return device memory that torch's current stream may use: it waits for the copy, and the host does not."""
+        """Return the memory for torch's current stream, which waits for the copy. The host does not wait."""
         current = self.link.torch_stream()
         loaded.event.hold(current)
         if current != loaded.stream:
@@ -295,12 +296,12 @@ class DeviceCopies:
         return loaded.memory
 
     def drop(self, loaded: Loaded) -> None:
-        """Let the allocator have memory back, as soon as the copy into it has run. Any thread may call it."""
+        """Return memory to the allocator as soon as the copy into it has run. Any thread may call this."""
         if not loaded.was_taken:
             self._in.keep(loaded.memory, loaded.event)
 
     def wait_for_current(self) -> None:
-        """Wait until the device has done all work that torch's current stream was given so far."""
+        """Wait until the device has done all work given to torch's current stream so far."""
         points: Points = {}
         self.mark(points)
         for point in points.values():
@@ -311,7 +312,7 @@ class DeviceCopies:
         return self._in.wait()
 
     def reap(self) -> None:
-        """Give back memory of the pool that copies have used. Raises CudaError if one has failed."""
+        """Release the memory of copies that have run. Raises CudaError if a copy has failed."""
         self._out.reap()
         self._in.reap()
 
@@ -322,7 +323,7 @@ class DeviceCopies:
 
 @functools.cache
 def _streams(link: CudaLink) -> tuple[native.CudaStream, native.CudaStream]:
-    """Return a device's streams for copies out and in. The allocator may ask for them as long as the process lives."""
+    """Return a device's streams for copies out and in. They live as long as the process: the allocator may use them."""
     return native.CudaStream(link.device), native.CudaStream(link.device)
 
 

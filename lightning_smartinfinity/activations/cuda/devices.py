@@ -1,4 +1,4 @@
-"""The CUDA devices of a process between which and the pool entries are copied."""
+"""CUDA devices of a process whose entries are copied to and from the pool."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Devices:
     """Copies for each device from which an entry was offloaded.
 
     Args:
-        rates: What takes the times of copies.
-        stop: Is called with a failure after which nothing more is offloaded.
+        rates: Gets the times of copies.
+        stop: Called with a failure, after which offloading stops.
     """
 
     def __init__(self, rates: Rates, *, stop: Callable[[CudaError], None]) -> None:
@@ -30,7 +30,7 @@ class Devices:
         return len(self._copies)
 
     def copies_of(self, device: torch.device) -> DeviceCopies | None:
-        """Return what copies entries of a device; None if they cannot leave it."""
+        """Return the copies of a device; None if its entries cannot be evicted."""
         if device not in self._copies:
             copies = None
             try:
@@ -42,7 +42,7 @@ class Devices:
         return self._copies[device]
 
     def reap(self) -> None:
-        """Give back memory of the pool that copies have used."""
+        """Return memory to the pool whose copies have run."""
         for copies in self._all():
             try:
                 copies.reap()
@@ -50,11 +50,11 @@ class Devices:
                 self._stop(error)
 
     def names(self) -> list[torch.device]:
-        """Return the devices from which entries can leave."""
+        """Return the devices whose entries can be evicted."""
         return [device for device, copies in self._copies.items() if copies is not None]
 
     def wait(self) -> None:
-        """Wait until all work is done that torch's current streams were given so far."""
+        """Wait until all work given to torch's current streams so far is done."""
         for copies in self._all():
             try:
                 copies.wait_for_current()

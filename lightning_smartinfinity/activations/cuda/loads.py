@@ -1,9 +1,9 @@
-"""Copies entries from the pool onto their CUDA devices: what backward wants, and some of what it will want next.
+"""Copies entries from the pool to their CUDA devices, when backward uses them and ahead of that.
 
-What is wanted could be copied when it is wanted only. But its memory is taken on the stream that wants it, so the copy
-follows all work that this stream was given before, and the device would wait for every copy. So copies are started
-behind the use of an earlier entry, and run beside the work that this use is for. They are bounded in bytes, as device
-memory is what offloading saves.
+The memory of an entry is allocated on the stream that uses it, so a copy follows all earlier work of that stream. If
+an entry was copied only when backward uses it, the device would wait for every copy. So copies are started after the
+use of an earlier entry, and run during the work of that use. Their bytes are bounded, because offloading saves
+device memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lightning_smartinfinity.errors import CudaError
 
 __all__ = ["Loads"]
 
-_SHARE_OF_POOL = 4  # one over the size of the pool, in bytes of entries that this keeps on devices
-_MOST_AHEAD = 8  # entries: looking at more takes longer than it saves
+_SHARE_OF_POOL = 4  # one over the share of the pool that limits the bytes of entries on devices
+_MOST_AHEAD = 8  # entries: checking more takes longer than it saves
 
 
 class Loads:
-    """Entries on devices. None of them is kept alive by it.
+    """Entries that were loaded onto devices. It keeps no entry alive.
 
     Args:
-        pool: Where they lie before.
+        pool: Pool from which entries are loaded.
         reads: Reads in progress into the pool.
     """
 
@@ -41,26 +41,26 @@ class Loads:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of entries that lie in device memory."""
+        """Bytes of loaded entries."""
         return sum(entry.nbytes for entry in self._entries())
 
     @property
     def limit(self) -> int:
-        """Most bytes on devices, unless one entry that is used and the next one are larger."""
+        """Most bytes of loaded entries, unless the used entry and the next one are larger."""
         return min(self._pool.limit // _SHARE_OF_POOL, self._pool.under_way_bytes)
 
     def load(self, entry: Entry) -> None:
-        """Start to copy an entry onto its device, unless it is there.
+        """Start to copy an entry to its device, unless it is loaded.
 
         Raises:
             CudaError: A call, or an earlier copy of the entry, failed.
-            OutOfMemoryError: The device has no memory.
+            OutOfMemoryError: The device is out of memory.
         """
         if entry.loaded is None:
             self._start(entry, wanted=entry)
 
     def load_ahead(self, entry: Entry) -> None:
-        """Load what backward is expected to want behind an entry: the next one, and more within the limit.
+        """Load the entry that backward is expected to use after an entry, and more entries within the limit.
 
         Raises:
             CudaError: A call, or an earlier copy of an entry, failed.
@@ -78,7 +78,7 @@ class Loads:
                 return
             try:
                 self._start(following, wanted=entry)
-            except torch.OutOfMemoryError:  # what is wanted now may need the memory
+            except torch.OutOfMemoryError:  # the entry that is used now may need the memory
                 return
             except CudaError as error:
                 raise following.failure(error) from error

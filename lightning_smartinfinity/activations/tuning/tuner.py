@@ -62,7 +62,7 @@ class Tuner:
         self._has_kept_all = False  # or there was no memory to keep everything
         self._share = 0.0  # of what is saved, that the compared forwards offload
         self._patience = _PATIENCE  # forwards without waits until the next retry
-        self._until_retry = 0  # the rest of these; 0 if no retry is planned
+        self._until_retry = 0  # remaining ones of these; 0 if no retry is planned
         self._most_offloaded = 1.0  # most of what is saved, as a share, that is offloaded until a retry
 
     @property
