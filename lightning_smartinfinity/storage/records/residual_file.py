@@ -23,7 +23,6 @@ end of an older residual, or zeros, so the file does not count as this record's.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,6 +37,7 @@ from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.rank_folder import RESIDUAL_NAMES
 from lightning_smartinfinity.storage.io.files import transfer_all
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.records.sealed import RecordFormat, crc32c
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 
 __all__ = [
@@ -49,11 +49,8 @@ __all__ = [
     "was_cut_short",
 ]
 
-_MAGIC = b"LSIRES01"
-_VERSION = 1
-_HEADER = struct.Struct("<8sII16s16sqQ")
-_CRC_BYTES = 4
-_ITEM_BYTES = 4
+_FORMAT = RecordFormat(b"LSIRES01", 1, "I16s16sqQ")
+_CRC_BYTES = _ITEM_BYTES = 4
 _PART_BYTES = 4 << 20  # per checksum
 
 
@@ -93,31 +90,28 @@ class ResidualOf:
         """Size of the file."""
         return _file_bytes(self.numel)
 
+    @property
+    def _fields(self) -> tuple[object, ...]:
+        return self.identity.rank, self.identity.job, self.run, self.number, self.numel
+
     def end(self, checksums: NDArray[np.uint32]) -> bytes:
         """Return the content of the end of the file, without padding."""
-        identity = self.identity
-        header = _HEADER.pack(_MAGIC, _VERSION, identity.rank, identity.job, self.run, self.number, self.numel)
-        content = header + checksums.astype("<u4").tobytes()
-        return content + _packed_crc(content)
+        return _FORMAT.pack(*self._fields, body=checksums.astype("<u4").tobytes())
 
     def checksums_in(self, end: bytes) -> NDArray[np.uint32] | None:
         """Return the checksums in the end of a file; None if it is damaged or belongs to another residual."""
-        checksums = np.frombuffer(end, "<u4", _num_parts(self.numel), _HEADER.size)
-        expected = self.end(checksums)
-        return checksums if end[: len(expected)] == expected else None
+        fields, checksums = _FORMAT.unpack(end[: _end_bytes(self.numel)])
+        return np.frombuffer(checksums, "<u4") if fields == self._fields else None
 
     def is_older(self, end: bytes) -> bool:
         """Return whether the end of a file is from before this residual's write: another residual's, or all zeros."""
-        nbytes = _end_bytes(self.numel)
-        content, checksum = end[: nbytes - _CRC_BYTES], end[nbytes - _CRC_BYTES : nbytes]
-        is_intact = content.startswith(_MAGIC) and checksum == _packed_crc(content)
-        return not any(end) or (is_intact and self.checksums_in(end) is None)
+        return not any(end) or _FORMAT.unpack(end[: _end_bytes(self.numel)])[0] not in ((), self._fields)
 
 
 def part_checksums(values: NDArray[np.float32]) -> NDArray[np.uint32]:
     """Return the CRC32C of each 4 MiB of a residual."""
     data = values.view(np.uint8)
-    return np.array([_crc(data[at : at + _PART_BYTES]) for at in range(0, data.size, _PART_BYTES)], np.uint32)
+    return np.array([crc32c(data[at : at + _PART_BYTES]) for at in range(0, data.size, _PART_BYTES)], np.uint32)
 
 
 def residual_bytes(numel: int) -> int:
@@ -173,7 +167,7 @@ def damaged_parts(
             with storage_errors("Reading", path):
                 num_read = transfer_all(read, buffer[: whole_blocks(stop - offset)].data, offset)
             part = buffer[: stop - offset]
-            if num_read < part.size or _crc(part) != checksum:
+            if num_read < part.size or crc32c(part) != checksum:
                 yield f"The residual of compressed gradients at offset {offset} of {str(path)!r} is damaged."
             if target is not None:
                 target[offset:stop] = part
@@ -203,7 +197,7 @@ def _num_parts(numel: int) -> int:
 
 
 def _end_bytes(numel: int) -> int:
-    return _HEADER.size + _CRC_BYTES * (_num_parts(numel) + 1)
+    return _FORMAT.empty_bytes + _CRC_BYTES * _num_parts(numel)
 
 
 def _file_bytes(numel: int) -> int:
@@ -220,11 +214,3 @@ def _read_end(folder: OpenFolder, residual: ResidualOf) -> bytes | None:
             file.seek(residual.end_offset)
             end = file.read(residual.file_bytes - residual.end_offset)
     return end if len(end) == residual.file_bytes - residual.end_offset else None
-
-
-def _packed_crc(content: bytes) -> bytes:
-    return struct.pack("<I", _crc(np.frombuffer(content, np.uint8)))
-
-
-def _crc(values: NDArray[np.uint8]) -> int:
-    return native.crc32c(values.ctypes.data, values.nbytes)

@@ -23,8 +23,6 @@ training-0.bin and training-1.bin alternate: record ``n`` goes to file ``n % 2``
 
 from __future__ import annotations
 
-import struct
-from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,13 +35,11 @@ from lightning_smartinfinity.storage.folders.rank_folder import RESIDUAL_NAMES, 
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.residual_file import ResidualOf, read_residual
 from lightning_smartinfinity.storage.records.residual_write import ResidualWrite, WriteOptions
+from lightning_smartinfinity.storage.records.sealed import RecordFormat
 
 __all__ = ["TrainingRecord", "TrainingRecords", "damaged_training_records", "read_training_records", "residual_of"]
 
-_MAGIC = b"LSITRN01"
-_VERSION = 3
-_HEADER = struct.Struct("<8sII16s16sqqqQQ")
-_CHECKSUM = struct.Struct("<I")
+_FORMAT = RecordFormat(b"LSITRN01", 3, "I16s16sqqqQQ")
 _MOST_BYTES = 1 << 44  # far above what any training has
 _ENDED = -1  # generation of a record that no more records follow
 
@@ -274,9 +270,7 @@ def _write(folder: OpenFolder, record: TrainingRecord, *, identity: native.Ident
 
 
 def _packed(record: TrainingRecord, identity: native.Identity) -> bytes:
-    header = _HEADER.pack(
-        _MAGIC,
-        _VERSION,
+    return _FORMAT.pack(
         identity.rank,
         identity.job,
         record.run,
@@ -285,8 +279,8 @@ def _packed(record: TrainingRecord, identity: native.Identity) -> bytes:
         record.step,
         record.residual_numel,
         len(record.content),
+        body=record.content,
     )
-    return b"".join((header, record.content, _CHECKSUM.pack(_crc(header, record.content))))
 
 
 def _erase(folder: OpenFolder, number: int) -> None:
@@ -324,18 +318,17 @@ def _read(folder: OpenFolder, number: int, identity: native.Identity) -> Trainin
     name = _name_of(number)
     with storage_errors("Reading the training record", folder.path / name):
         status = folder.status(name)
-        if status is None or not _HEADER.size + _CHECKSUM.size <= status.st_size <= _MOST_BYTES:
+        if status is None or not _FORMAT.empty_bytes <= status.st_size <= _MOST_BYTES:
             return None
-        with closing(folder.reader(name)) as file:
-            header = file.read(_HEADER.size)
-            magic, version, rank, job, run, record, generation, step, numel, length = _HEADER.unpack(header)
-            fits = length == status.st_size - _HEADER.size - _CHECKSUM.size
-            wanted = (_MAGIC, _VERSION, identity.rank, identity.job, number)
-            if (magic, version, rank, job, record % len(TRAINING_NAMES)) != wanted or not fits:
+        with folder.reader(name) as file:
+            header = file.read(_FORMAT.header_bytes)
+            # Compare the length, the last field, first: a damaged file may be larger than this machine's memory.
+            if int.from_bytes(header[-8:], "little") != status.st_size - _FORMAT.empty_bytes:
                 return None
-            content, checksum = file.read(length), file.read(_CHECKSUM.size)
-    if len(content) != length or checksum != _CHECKSUM.pack(_crc(header, content)):
+            fields, content = _FORMAT.unpack(header + file.read())
+    if fields[:2] != (identity.rank, identity.job) or fields[3] % len(TRAINING_NAMES) != number:
         return None
+    run, record, generation, step, numel, _ = fields[2:]
     return TrainingRecord(
         number=record, generation=generation, step=step, run=run, content=content, residual_numel=numel
     )
@@ -350,11 +343,3 @@ def residual_of(record: TrainingRecord, identity: native.Identity) -> ResidualOf
 
 def _name_of(number: int) -> str:
     return TRAINING_NAMES[number % len(TRAINING_NAMES)]
-
-
-def _crc(header: bytes, content: bytes) -> int:
-    crc = 0
-    for part in (header, content):
-        values = np.frombuffer(part, np.uint8)
-        crc = native.crc32c(values.ctypes.data, values.nbytes, crc)
-    return crc

@@ -21,7 +21,6 @@ A record is erased by a mark in its first block, not by zeros, because zeros mea
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,11 +28,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_smartinfinity import native
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.records.sealed import RecordFormat
 from lightning_smartinfinity.storage.spread import Placement
 
 __all__ = [
@@ -47,12 +46,9 @@ __all__ = [
     "write_record",
 ]
 
-_MAGIC = b"LSICMT01"
-_VERSION = 2
+_FORMAT = RecordFormat(b"LSICMT01", 2, "I16sqQQ")
 _BYTES_PER_TASKLET = 8 + 4 + 2
 _BYTES_PER_PARAMETER = 8
-_HEADER = struct.Struct("<8sII16sqQQ")
-_CHECKSUM = struct.Struct("<I")
 _ERASED = b"LSIERASE".ljust(BLOCK_BYTES, b"\0")
 
 
@@ -101,8 +97,7 @@ def record_bytes(num_tasklets: int, num_parameters: int) -> int:
 
 
 def _length(num_tasklets: int, num_parameters: int) -> int:
-    body = _BYTES_PER_TASKLET * num_tasklets + _BYTES_PER_PARAMETER * num_parameters
-    return _HEADER.size + body + _CHECKSUM.size
+    return _FORMAT.empty_bytes + _BYTES_PER_TASKLET * num_tasklets + _BYTES_PER_PARAMETER * num_parameters
 
 
 def write_record(folder: OpenFolder, record: CommitRecord, *, job: bytes, flush: bool) -> int:
@@ -176,43 +171,31 @@ def encode_record(record: CommitRecord, *, job: bytes) -> bytes:
     )
     num_tasklets, num_parameters = len(record.tasklet_generations), len(record.steps)
     length = _length(num_tasklets, num_parameters)
-    header = _HEADER.pack(_MAGIC, _VERSION, num_parameters, job, record.generation, num_tasklets, length)
-    return header + body + _CHECKSUM.pack(_crc(header + body))
+    return _FORMAT.pack(num_parameters, job, record.generation, num_tasklets, length, body=body)
 
 
 def decode_record(content: bytes, *, num_tasklets: int, num_parameters: int, job: bytes) -> CommitRecord | None:
     """Return the record at the start of ``content``; None if it is absent, incomplete, damaged or another store's."""
-    if len(content) < _HEADER.size:
+    length = _length(num_tasklets, num_parameters)
+    fields, body = _FORMAT.unpack(content[:length])
+    if (*fields[:2], *fields[3:]) != (num_parameters, job, num_tasklets, length):
         return None
-    magic, version, parameters, its_job, generation, tasklets, length = _HEADER.unpack_from(content)
-    expected = (_MAGIC, _VERSION, num_parameters, job, num_tasklets)
-    wanted = _length(num_tasklets, num_parameters)
-    if (magic, version, parameters, its_job, tasklets, length) != (*expected, wanted) or length > len(content):
-        return None
-    end = length - _CHECKSUM.size
-    if _CHECKSUM.unpack_from(content, end)[0] != _crc(content[:end]):
-        return None
-    generations, steps, positions, devices = _columns(content, num_tasklets, num_parameters)
+    generations, steps, positions, devices = _columns(body, num_tasklets, num_parameters)
     return CommitRecord(
-        generation=generation,
+        generation=fields[2],
         placement=Placement(devices.astype(np.uint16), positions.astype(np.uint32)),
         tasklet_generations=generations.astype(np.int64),
         steps=steps.astype(np.int64),
     )
 
 
-def _columns(content: bytes, num_tasklets: int, num_parameters: int) -> Iterator[NDArray[np.generic]]:
-    begin = _HEADER.size
+def _columns(body: bytes, num_tasklets: int, num_parameters: int) -> Iterator[NDArray[np.generic]]:
+    begin = 0
     for kind, count in (("<i8", num_tasklets), ("<i8", num_parameters), ("<u4", num_tasklets), ("<u2", num_tasklets)):
-        column = np.frombuffer(content, kind, count, begin)
+        column = np.frombuffer(body, kind, count, begin)
         yield column
         begin += column.nbytes
 
 
 def _record_offset(record: CommitRecord) -> int:
     return (record.generation % 2) * record_bytes(len(record.tasklet_generations), len(record.steps))
-
-
-def _crc(content: bytes) -> int:
-    values = np.frombuffer(content, np.uint8)
-    return native.crc32c(values.ctypes.data, values.nbytes)
