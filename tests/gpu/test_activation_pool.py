@@ -253,6 +253,7 @@ def test_nothing_stays_cached_with_a_budget(tmp_path: Path) -> None:
     """The pool counts towards the budget, so that what leaves is written."""
     with opened(tmp_path, everything(host_bytes=8 * NBYTES, budget_bytes=8 * NBYTES)) as offloaded:
         choose_first(offloaded)
+        finish_writes_of_pool(offloaded)
         before = offloaded.traffic()
         x, loss = saved(offloaded)
         finish_writes_of_pool(offloaded)

@@ -21,7 +21,7 @@ def main() -> None:
             "losses": module.losses,
             "validated": module.validated,
             **recorder.extra,
-            "outputs": type(optimizer._outputs()).__name__,
+            "outputs": type(optimizer.partition.outputs(by_cuda=True)).__name__,
             "adopted": optimizer.speculation.num_adopted,
             "binding": optimizer.speculation.num_binding,
             "discarded": optimizer.speculation.num_discarded,

@@ -17,7 +17,7 @@ from lightning_smartinfinity.devices import HostDevice
 from lightning_smartinfinity.pipeline.gradients import device_selection
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.pipeline.gradients.device_selection import DeviceSelection
-from lightning_smartinfinity.zero3.optimizer import storage_optimizer
+from lightning_smartinfinity.zero3.optimizer import open_state
 from tests.helpers import reference
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
@@ -141,7 +141,7 @@ def select_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_device(*args: Any, **kwargs: Any) -> CompressedGradients:
         return CompressedGradients(*args, **{**kwargs, "device": torch.device("cpu")})
 
-    monkeypatch.setattr(storage_optimizer, "CompressedGradients", on_device)
+    monkeypatch.setattr(open_state, "CompressedGradients", on_device)
 
 
 @pytest.mark.parametrize("begun", [0, 1])

@@ -68,7 +68,7 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[GradientWindows]:
             super().hold(*args, **settings)
             self.most = max(self.most, self.memory_bytes)
 
-    monkeypatch.setattr("lightning_smartinfinity.zero3.optimizer.storage_optimizer.GradientWindows", Noted)
+    monkeypatch.setattr("lightning_smartinfinity.zero3.optimizer.open_state.GradientWindows", Noted)
     return made
 
 
