@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_smartinfinity import native
 from lightning_smartinfinity.planning.simulator.gradients import BlockScaledPayload, GradientForm, TopKPayload
 from lightning_smartinfinity.planning.simulator.handler import Route
-from lightning_smartinfinity.planning.simulator.hardware import COUNT, FIGURES, Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.planning.simulator.hardware import COUNT, Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.planning.simulator.step import System, simulate_step
 from lightning_smartinfinity.planning.simulator.workload import Workload
 from lightning_smartinfinity.settings import GradientCodec, TopK
@@ -202,13 +202,7 @@ def published_smartssds(num_devices: int, *, duplex: bool = False, select: float
         cores: Number of cores or GPUs that compress.
     """
     return Machine(
-        device=Device(
-            read=FIGURES["read"].value,
-            write=FIGURES["write"].value,
-            duplex=duplex,
-            kernel=FIGURES["kernel"].value,
-            sparse_kernel=FIGURES["sparse_kernel"].value,
-        ),
+        device=Device.published(duplex=duplex),
         num_devices=num_devices,
         channel=Channel(down=_CHANNEL, up=_CHANNEL, together=_CHANNEL),
         gpu=Gpu(forward=0.0, backward=0.0),

@@ -131,15 +131,7 @@ class NamedXclbin(NamedTuple):
 
 def is_xclbin_named(settings: SmartSSDConfig | None, environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the settings or the environment name a file."""
-    name, _ = _name_and_setting(settings, environment)
-    return bool(name)
-
-
-def _name_and_setting(settings: SmartSSDConfig | None, environment: Mapping[str, str]) -> tuple[str | Path | None, str]:
-    """Return the file's name, and a format string of the setting that names it."""
-    if settings is not None and settings.xclbin:
-        return settings.xclbin, "SmartSSDConfig(xclbin={!r})"
-    return environment.get(XCLBIN_VARIABLE), f"{XCLBIN_VARIABLE}={{!r}}"
+    return bool((settings is not None and settings.xclbin) or environment.get(XCLBIN_VARIABLE))
 
 
 def require_xclbin_named(settings: SmartSSDConfig | None, environment: Mapping[str, str] = os.environ) -> NamedXclbin:
@@ -148,7 +140,10 @@ def require_xclbin_named(settings: SmartSSDConfig | None, environment: Mapping[s
     Raises:
         ConfigError: Neither names a file, or the name cannot be a path.
     """
-    name, setting = _name_and_setting(settings, environment)
+    name: str | Path | None = environment.get(XCLBIN_VARIABLE)
+    setting = f"{XCLBIN_VARIABLE}={{!r}}"
+    if settings is not None and settings.xclbin:
+        name, setting = settings.xclbin, "SmartSSDConfig(xclbin={!r})"
     if not name:
         problem = "update_device='smartssd' needs the kernels' xclbin, and none is named."
         raise ConfigError(problem, BUILD_REMEDY)

@@ -60,13 +60,7 @@ class PaperMachine:
         check("PaperMachine.machine", "gpu", gpu, one_of("A5000", "A100"))
         pace = self.a100 if gpu == "A100" else 1.0
         return Machine(
-            device=Device(
-                read=FIGURES["read"].value,
-                write=FIGURES["write"].value,
-                duplex=self.duplex,
-                kernel=FIGURES["kernel"].value,
-                sparse_kernel=self.sparse_kernel,
-            ),
+            device=replace(Device.published(duplex=self.duplex), sparse_kernel=self.sparse_kernel),
             num_devices=num_devices,
             channel=Channel(down=self.channel, up=self.channel, together=self.channel),
             gpu=Gpu(forward=pace * self.forward, backward=pace * self.backward, top_k=pace * self.top_k),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from lightning_smartinfinity.settings.rules import FLAG, Rule, between, instance, number, optional, require
 
@@ -85,6 +86,12 @@ class Device:
     def __post_init__(self) -> None:
         kernel = optional(_RATE)
         require(self, read=_RATE, write=_RATE, duplex=FLAG, kernel=kernel, sparse_kernel=kernel, depth=COUNT)
+
+    @classmethod
+    def published(cls, *, duplex: bool) -> Device:
+        """Return a device with the :data:`FIGURES`, which do not include ``duplex``."""
+        rates: dict[str, Any] = {name: figure.value for name, figure in FIGURES.items()}
+        return cls(duplex=duplex, **rates)
 
 
 @dataclass(frozen=True, kw_only=True)

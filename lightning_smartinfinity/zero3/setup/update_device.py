@@ -87,8 +87,9 @@ def choose_update_device(
     """
     close_returned()  # first, because an abandoned call may still lock a folder that the store needs
     obstacle = _obstacle(offload)
+    if obstacle is not None:
+        _log.info("update_device='auto': the host updates: %s.", obstacle)
     if offload.update_device == "host" or obstacle is not None:
-        _log_obstacle(obstacle)
         return offload
     setup, error = _outcome_of(lambda: _find(offload, optimizer))
     reports = gather(_report(setup, error), group)
@@ -126,11 +127,6 @@ def _obstacle(offload: OffloadSettings) -> str | None:
     if not STATE_FORMATS[offload.state_format].on_cards:
         return f"SmartSSDs hold state in {names_where(lambda form: form.on_cards)} alone, not {offload.state_format!r}"
     return None
-
-
-def _log_obstacle(obstacle: str | None) -> None:
-    if obstacle is not None:
-        _log.info("update_device='auto': the host updates: %s.", obstacle)
 
 
 def _outcome_of(work: Callable[[], T]) -> tuple[T | None, SmartInfinityError | None]:
