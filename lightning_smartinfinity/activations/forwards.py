@@ -203,7 +203,7 @@ class Forward:
             self._places = {number: place for place, number in enumerate(self._expected)}
         self._next = max(self._next, self._places.get(entry.number, -1) + 1)
 
-    def behind(self, entry: Entry) -> Iterator[Entry]:
+    def expected_after(self, entry: Entry) -> Iterator[Entry]:
         """Yield the unused entries that backward is expected to use after an entry."""
         assert self._expected is not None
         for place in range(self._places.get(entry.number, len(self._expected)) + 1, len(self._expected)):

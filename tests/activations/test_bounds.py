@@ -38,7 +38,7 @@ def test_backward_stays_below_the_budget(tmp_path: Path, retains: bool) -> None:
 
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_budget_that_cannot_be_kept(tmp_path: Path, is_kept: bool) -> None:
-    """Where tensors cannot leave, because they are larger than the pool, one warning says so and what to raise."""
+    """Where tensors are not evicted because they are larger than the pool, one warning names that and what to raise."""
     settings = everything(host_bytes=2 * BLOCK, budget_bytes=(30 if is_kept else 3) * BLOCK)
     with opened(tmp_path, settings) as activations, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -78,7 +78,7 @@ def test_a_full_pool_stops_nothing(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_is_larger_than_the_pool(tmp_path: Path) -> None:
-    """It stays in memory and is counted, and those behind it leave. A warning says that the budget is not kept."""
+    """It stays in memory and is counted, and those after it are evicted. A warning says that the budget is exceeded."""
     with opened(tmp_path, everything(host_bytes=2 * BLOCK, budget_bytes=2 * BLOCK)) as activations:
         x = torch.randn(BLOCK, requires_grad=True)
         too_large = f"budget_bytes={2 * BLOCK}.* a tensor of {4 * BLOCK} bytes does not fit into the pool"

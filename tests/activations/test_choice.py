@@ -115,10 +115,10 @@ def test_against_every_possibility(seed: int) -> None:
         assert fewer.num_offloaded == max(num for num in everything if num <= free and sum(profile.sizes[:num]) <= most)
 
 
-def left_entries(profile: Profile, num: int, pool: int) -> list[tuple[int, float]]:
+def evicted_entries(profile: Profile, num: int, pool: int) -> list[tuple[int, float]]:
     """Return the entries that are copied from a device before backward begins, with the times at which they are."""
     assert profile.copies is not None
-    sizes, copied, left = profile.sizes, 0.0, []
+    sizes, copied, evicted = profile.sizes, 0.0, []
     written_until, written = 0.0, {}
     for index in range(num):
         begin = max(copied, profile.times[index])
@@ -134,8 +134,8 @@ def left_entries(profile: Profile, num: int, pool: int) -> list[tuple[int, float
             break
         written_until = max(written_until, copied) + sizes[index] / profile.write_rate
         written[index] = written_until
-        left.append((index, copied))
-    return left
+        evicted.append((index, copied))
+    return evicted
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -148,27 +148,27 @@ def test_devices_against_every_possibility(seed: int) -> None:
         profile = dataclasses.replace(random_profile(chosen), copies=copies)
         pool, sizes = chosen.choice([chosen.randint(1, 60), 10**6]), profile.sizes
         ahead, everything = max(1, pool // 2), range(len(sizes) + 1)
-        all_left = left_entries(profile, len(sizes), pool)
+        all_evicted = evicted_entries(profile, len(sizes), pool)
         stalls, peaks = [], []
         for num in everything:
-            left = [(index, end) for index, end in all_left if index < num]
-            in_pool = [index for index, _ in left if sum(sizes[each] for each, _ in left if each >= index) <= pool]
-            waiting = [index for index, _ in reversed(left)]
+            evicted = [(index, end) for index, end in all_evicted if index < num]
+            in_pool = [index for index, _ in evicted if sum(sizes[num] for num, _ in evicted if num >= index) <= pool]
+            waiting = [index for index, _ in reversed(evicted)]
             on_storage = [index for index in waiting if index not in in_pool]
             copied = simulated_reads(profile, waiting, rate=copies.in_rate, read_ahead=copies.ahead_bytes)
             read = simulated_reads(profile, on_storage, rate=profile.read_rate, read_ahead=ahead)
             stalls.append(max(copied, read))
             gone = [
-                sum(sizes[index] for index, end in left if end <= now and index < count)
+                sum(sizes[index] for index, end in evicted if end <= now and index < count)
                 for count, now in enumerate(profile.times)
             ]
             held = [sum(sizes[: count + 1]) - gone[count] for count in range(len(sizes))]
-            away = sum(sizes[index] for index, _ in left)
-            peaks.append(max(*held, sum(sizes) - away + min(away, copies.ahead_bytes)))
+            evicted_bytes = sum(sizes[index] for index, _ in evicted)
+            peaks.append(max(*held, sum(sizes) - evicted_bytes + min(evicted_bytes, copies.ahead_bytes)))
             found = stall_of(profile, num, pool_bytes=pool, read_ahead_bytes=ahead)
             assert found == pytest.approx(stalls[num], abs=MOST_RATIO)
             assert peak_of(profile, num, pool_bytes=pool, read_ahead_bytes=ahead) == peaks[num]
-        free = max(num for num in everything if num <= len(all_left) and stalls[num] == 0)
+        free = max(num for num in everything if num <= len(all_evicted) and stalls[num] == 0)
         automatic = choose(profile, keep="auto", budget_bytes=None, pool_bytes=pool, read_ahead_bytes=ahead)
         assert (automatic.num_offloaded, automatic.stall_seconds) == (free, 0)
         assert automatic.peak_bytes == peaks[free]
@@ -183,7 +183,7 @@ def test_devices_against_every_possibility(seed: int) -> None:
 
 
 def test_a_large_pool_needs_no_storage() -> None:
-    """Where the pool has room for everything, what leaves a device depends on copies only."""
+    """If the pool has room for everything, only copies determine what is evicted from a device."""
     profile = Profile(
         times=(0.1, 0.2, 0.9),
         sizes=(10, 20, 30),

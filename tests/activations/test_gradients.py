@@ -53,7 +53,7 @@ def test_a_compiled_module(tmp_path: Path, backend: str, settings: ActivationOff
 def test_automatic_settings(tmp_path: Path, verify: bool, caplog: pytest.LogCaptureFixture) -> None:
     """With what is chosen from a measurement, gradients are the same, in the step that is measured and later.
 
-    One line of the log tells what was chosen.
+    One line of the log shows what was chosen.
     """
     caplog.set_level("INFO", logger="lightning_smartinfinity.activations")
     expected = gradients("dropout", steps=4)
@@ -66,7 +66,7 @@ def test_automatic_settings(tmp_path: Path, verify: bool, caplog: pytest.LogCapt
 
 
 def test_the_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """It tells bytes of the forward that follows, rates, and what is predicted."""
+    """It shows bytes of the next forward, rates, and predictions."""
     last, rates = Forward(plan=Plan(), began=1.0), Rates()
     last.ended, rates.write, rates.read = 3.0, 3e6, 4e6
     choice = Choice(
@@ -80,8 +80,8 @@ def test_the_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="lightning_smartinfinity.activations"):
         tuner._log_choice(choice, last, rates)
     assert caplog.messages == [
-        "Of 11.0 MB that forward saves, 5.0 MB are offloaded and 6.0 MB are kept. For that 2.5 MB/s have to "
-        "leave; storage was seen to write 3.0 MB/s and to read 4.0 MB/s. Predicted: 0.125 s of waits in backward, "
+        "Of 11.0 MB that forward saves, 5.0 MB are offloaded and 6.0 MB are kept. That needs 2.5 MB/s; "
+        "storage was seen to write 3.0 MB/s and to read 4.0 MB/s. Predicted: 0.125 s of waits in backward, "
         "at most 7.0 MB held."
     ]
 
@@ -139,8 +139,8 @@ def offloaded_by_step(
         pays: Number of tensors that the choice always finds to pay; forward saves one more.
         steps: Number of steps.
         waits: Whether backward waits for long, after this number of tensors was planned.
-        seconds: Returns how long forward and backward seem to take if this number of tensors leaves; None: as long as
-            they do. They are compared if that is at least 0.1.
+        seconds: Returns how long forward and backward seem to take if this number of tensors is offloaded; None: as
+            long as they do. They are compared if that is at least 0.1.
         longer: Number of tensors that every other step saves, and that pay, besides.
     """
     nothing = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
@@ -177,19 +177,19 @@ def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_was_lessened_is_chosen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single wait does not keep memory in use for ever; where waits come back, it is tried ever more rarely."""
+    """A single wait does not keep memory in use for ever; where waits recur, it is tried ever more rarely."""
     monkeypatch.setattr(tuner, "_PATIENCE", 3)
     offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=4, steps=19, waits=lambda planned: planned == 4)
     assert offloaded == [0, 0, 4, *3 * [3], 4, *6 * [3], 4, *5 * [3]]
 
 
 def seconds_on_a_busy_processor(planned: int) -> float:
-    """Each tensor that leaves costs a hundredth of the time."""
+    """Each tensor that is offloaded costs a hundredth of the time."""
     return 1 + planned / 100
 
 
 def test_less_is_offloaded_where_it_slows_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a step that keeps everything, three in a row take 12 % longer; then so much leaves as costs 2.5 %.
+    """Three steps take 12 % longer than one that keeps everything, so that then only what costs 2.5 % is offloaded.
 
     It is chosen again as after waits.
     """
@@ -199,7 +199,7 @@ def test_less_is_offloaded_where_it_slows_the_processor(tmp_path: Path, monkeypa
 
 
 def test_less_is_offloaded_whatever_size_batches_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are compared, and less leaves in all that follow, although each is of another size than the one before."""
+    """Steps are compared, and all that follow offload less, although each has another size than the one before."""
     offloaded = offloaded_by_step(
         tmp_path, monkeypatch, pays=12, longer=4, steps=15, seconds=lambda planned: 2.0 if planned else 1.0
     )
@@ -208,7 +208,7 @@ def test_less_is_offloaded_whatever_size_batches_have(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("slow", [{4}, {3, 5}, {6, 7, 8, 9, 10}])
 def test_other_slow_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: set[int]) -> None:
-    """Any step may be slow, for reasons that have nothing to do with what leaves. Only three in a row are compared."""
+    """Any step may be slow, for reasons unrelated to offloading. Only three in a row are compared."""
     steps = count()
     offloaded = offloaded_by_step(
         tmp_path, monkeypatch, pays=12, steps=11, seconds=lambda planned: 1 + (next(steps) in slow)
@@ -218,7 +218,7 @@ def test_other_slow_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("reason", ["no memory", "short steps"])
 def test_steps_that_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    """No step keeps everything where that could take more than an eighth of free memory, or would tell nothing."""
+    """No step keeps everything where that could take more than an eighth of free memory, or would show nothing."""
     free, factor = (8 * 12 * 4096 - 1, 1.0) if reason == "no memory" else (1 << 40, 0.08)
     total = 1 << 42  # of which a quarter stays free
     limits = {"machine": MemoryLimit(total, total), "group": MemoryLimit(total, total // 4 + free)}

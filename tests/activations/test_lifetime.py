@@ -258,7 +258,7 @@ class Interrupted(deque[Any]):
 
 
 def test_an_interrupt_when_work_of_a_device_is_counted() -> None:
-    """The count stays that of the work under way. Otherwise nothing would leave the device any more."""
+    """The count stays that of the work under way. Otherwise nothing more would be evicted from the device."""
     under_way = UnderWay()
     under_way._points = Interrupted()
     for call in (lambda: under_way.add([], BLOCK), under_way.reap, lambda: under_way.wait(0)):

@@ -94,7 +94,7 @@ def gradient(x: torch.Tensor, loss: torch.Tensor, *, retain: bool = False) -> to
 
 
 def choose_first(offloaded: OffloadedActivations) -> None:
-    """Run micro-batches until what leaves was chosen. Those before are measured."""
+    """Run micro-batches until it is chosen what is offloaded. Those before are measured."""
     while offloaded.choice is None:
         gradient(*saved(offloaded))
 
@@ -354,7 +354,7 @@ def interrupt(*_: object) -> None:
 
 
 def test_a_host_that_is_ahead(tmp_path: Path, driver: FakeCuda) -> None:
-    """If the pool has no room, forward waits until the device has computed what is to leave, but not for storage."""
+    """If the pool has no room, forward waits until the device has computed what is evicted, but not for storage."""
     with opened(tmp_path, everything(host_bytes=2 * BLOCK)) as offloaded:
         choose_first(offloaded)
         await_that(lambda: whole(offloaded))  # and no request is in flight
@@ -412,7 +412,7 @@ def test_the_order_of_one_tensor(tmp_path: Path, driver: FakeCuda, streams: tupl
 def test_copies_that_are_slower_than_forward(
     tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward does not wait for them. What would leave stays, so that little of it is neither here nor there."""
+    """Forward does not wait for them. Tensors stay instead, so that few of them are in copies."""
     monkeypatch.setattr("lightning_smartinfinity.activations.pool._LEAST_UNDER_WAY_BYTES", 0)
     with opened(tmp_path, everything()) as offloaded:
         choose_first(offloaded)

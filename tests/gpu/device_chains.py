@@ -46,7 +46,7 @@ def run(
 
 
 def profiles_of(monkeypatch: pytest.MonkeyPatch, *, kept: int) -> list[Profile]:
-    """Let all but so many entries be offloaded, whatever is measured, and return a list that will have the profiles."""
+    """Offload all but ``kept`` entries, whatever is measured, and return a list that gets the profiles."""
     profiles: list[Profile] = []
     costs = {"offloaded_bytes": 0, "kept_bytes": 0, "seconds": 0.0, "stall_seconds": 0.0, "peak_bytes": 0}
 
@@ -73,7 +73,7 @@ def assert_right(x: torch.Tensor, loss: torch.Tensor) -> None:
 
 
 def choose_first(offloaded: OffloadedActivations) -> None:
-    """Run micro-batches until what leaves is settled."""
+    """Run micro-batches until it is settled what is offloaded."""
     for _ in range(FIRST_SETTLED_FORWARD):
         assert_right(*saved(offloaded))
 

@@ -1,4 +1,4 @@
-"""Tensors leave a device for the pool, and only those for which it has no room are written to storage."""
+"""Tensors are evicted from a device into the pool, and only those for which it has no room are written to storage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [RunIf(cuda_devices=1), pytest.mark.usefixtures("on_the_device")]
 
 
 def test_what_fits_into_the_pool_is_not_written(tmp_path: Path) -> None:
-    """Everything leaves the device, nothing is written, and nothing is read."""
+    """Everything is evicted from the device, nothing is written, and nothing is read."""
     with opened(tmp_path, everything(host_bytes=2 * LENGTH * NBYTES)) as offloaded:
         choose_first(offloaded)
         before = offloaded.traffic()
@@ -250,7 +250,7 @@ def test_cached_ones_stay_within_storage_bytes(tmp_path: Path) -> None:
 
 
 def test_nothing_stays_cached_with_a_budget(tmp_path: Path) -> None:
-    """The pool counts towards the budget, so that what leaves is written."""
+    """The pool counts towards the budget, so that what is evicted is written."""
     with opened(tmp_path, everything(host_bytes=8 * NBYTES, budget_bytes=8 * NBYTES)) as offloaded:
         choose_first(offloaded)
         finish_writes_of_pool(offloaded)

@@ -125,11 +125,11 @@ def test_two_places(tmp_path: Path, other: str) -> None:
 
 @pytest.mark.parametrize("evicted_first", [True, False])
 def test_what_was_changed_before_it_left(tmp_path: Path, evicted_first: bool) -> None:
-    """A tensor that was packed, changed and packed again is offloaded as it is then, whenever it leaves."""
+    """A tensor that was packed, changed and packed again is offloaded as it is then, whenever it is evicted."""
     with opened(tmp_path, everything(keep=4 * BLOCK)) as offloaded:
         for _ in range(3):
             x = torch.randn(BLOCK // 4, requires_grad=True)
-            # The tensor leaves when newer ones push it out, and nothing is measured, which would wait for the device.
+            # Newer tensors push the tensor out, and nothing is measured, which would wait for the device.
             offloaded._tuner.plan, offloaded._last = Plan(kept_bytes=4 * BLOCK, chosen_for=BLOCK), None
             with offloaded.forward(x):
                 y = x * 1

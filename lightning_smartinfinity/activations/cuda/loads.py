@@ -67,7 +67,7 @@ class Loads:
         """
         forward: Forward = entry.forward
         ahead = 0
-        for following in islice(forward.behind(entry), _MOST_AHEAD):
+        for following in islice(forward.expected_after(entry), _MOST_AHEAD):
             if following.copies is None or following.is_original:
                 continue
             ahead += following.nbytes

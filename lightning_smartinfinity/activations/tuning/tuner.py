@@ -198,7 +198,7 @@ def _profile(last: Forward, rates: Rates, *, is_retry: bool, load_ahead_bytes: i
 
 def _log_choice(choice: Choice, last: Forward, rates: Rates) -> None:
     _log.info(
-        "Of %.1f MB that forward saves, %.1f MB are offloaded and %.1f MB are kept. For that %.1f MB/s have to leave; "
+        "Of %.1f MB that forward saves, %.1f MB are offloaded and %.1f MB are kept. That needs %.1f MB/s; "
         "storage was seen to write %.1f MB/s and to read %.1f MB/s%s. Predicted: %.3f s of waits in backward, at most "
         "%.1f MB held.",
         (choice.offloaded_bytes + choice.kept_bytes) / 1e6,
