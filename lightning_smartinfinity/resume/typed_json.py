@@ -17,14 +17,15 @@ CPU, and two references to one list become two lists. Numbers are little endian.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import pathlib
 import re
-import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import date, datetime, timedelta, timezone
+from itertools import accumulate
+from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -37,17 +38,16 @@ __all__ = ["UnwritableError", "decode", "encode"]
 _LENGTH_BYTES = 8
 _ALIGNMENT = 64
 _MOST_NESTED = 100
-_MOST_JSON_NESTED = 4 * _MOST_NESTED  # one container of Python is up to three of JSON
 _MOST_DIMENSIONS = 64  # numpy's limit
 _LEAST_PACKED = 33  # a shorter list of ints is as cheap in the JSON
-
 _JSON = json.JSONEncoder(ensure_ascii=True, check_circular=False, allow_nan=False, separators=(",", ":"))
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{\]}]', re.DOTALL)
-_FACTORIES: dict[Any, str | None] = {None: None} | {kind: kind.__name__ for kind in (int, float, list, dict, set, str)}
+_FACTORIES: dict[str | None, Any] = {None: None} | {kind.__name__: kind for kind in (int, float, list, dict, set, str)}
+_SURROGATE = re.compile("[\\ud800-\\udfff]")  # JSON would join two lone ones to one character
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _TENSOR_DTYPES = {name: dtype for name, dtype in _DTYPES.items() if not name.startswith("torch.q")}  # quantized ones
 _NUMPY_NAME = re.compile(r"[<>|](?:[biufc]\d{1,2}|[lLqQgG]|[US]\d{1,9})", re.ASCII)
-_NUMPY_KINDS = "biufcUS"
+_NUMPY_DTYPES = {type(np.dtype(code)) for code in np.typecodes["All"]}
 _NUMPY_NUMBERS = {np.dtype(code).type for code in np.typecodes["All"] if np.dtype(code).kind in "biufc"}
 
 
@@ -59,19 +59,13 @@ class UnwritableError(Exception):
             a member of a set have the place of their container.
         value: The part.
         reason: The reason, unless it is the type of the part.
-
-    Attributes:
-        where: As above.
-        type_name: Name of the part's type, with its module unless that is ``builtins``.
     """
 
     def __init__(self, where: str, value: object, reason: str = "") -> None:
         super().__init__(where, reason)
         kind = type(value)
-        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        self.where = where
-        self.type_name = module + kind.__qualname__
-        self.reason = reason
+        self.where, self.reason = where, reason
+        self.type_name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
     def __str__(self) -> str:
         return f"{self.where or 'The value'} is of type {self.type_name}{self.reason and f', {self.reason}'}"
@@ -110,7 +104,19 @@ def decode(content: bytes) -> Any:
         ValueError: The content is not a result of ``encode``.
     """
     try:
-        return _decoded(memoryview(content))
+        end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+        if not _LENGTH_BYTES < end <= len(content):
+            raise ValueError("it is shorter than it says")
+        text = str(content[_LENGTH_BYTES:end], "ascii")
+        firsts = (text[token.start()] for token in _TOKEN.finditer(text))
+        # The JSON module, written in C, would recurse too deep; one container of Python is up to three of JSON.
+        if any(depth > 4 * _MOST_NESTED for depth in accumulate((each in "[{") - (each in "]}") for each in firsts)):
+            raise ValueError("it is nested too deep")
+        reader = _Reader(memoryview(content), end)
+        value = reader.read(json.loads(text, parse_constant=_TABLE.__getitem__))  # NaN has no row
+        if reader.position != len(content):
+            raise ValueError("it is longer than its arrays")
+        return value
     except Exception as error:  # torch and numpy raise many kinds of errors for invalid values
         raise ValueError(f"The content is damaged or not of this format: {error}") from error
 
@@ -124,150 +130,155 @@ class _Writer:
 
     def write(self, value: Any) -> Any:
         kind = type(value)
-        if kind is str and value.isascii():
+        if _is_json(value, kind):
             return value
-        written = _WRITTEN.get(kind)
-        if written is None:
+        if kind in (list, tuple) and len(value) >= _LEAST_PACKED and set(map(type, value)) == {int}:
+            with suppress(OverflowError):
+                self.arrays.append(np.array(value, "<i8").tobytes())
+                return {f"{kind.__name__} of int64": len(value)}
+        if kind is list:
+            return self.elements(value)
+        if kind not in _BY_TYPE:
             raise UnwritableError("", value)
-        return written(self, value)
+        tag, write = _BY_TYPE[kind]
+        return {tag: write(self, value)}
 
-    def elements(self, container: Any, step: Callable[[int], str]) -> list[Any]:
-        self._enter(container)
-        written: list[Any] = []
-        try:
-            for element in container:
-                written.append(self.write(element))
-        except UnwritableError as error:
-            error.where = step(len(written)) + error.where
-            raise
-        self._open.discard(id(container))
-        return written
+    def append(self, array: bytes) -> int:
+        self.arrays.append(bytes(array))
+        return len(array)
 
-    def mapping(self, container: Mapping[Any, Any], step: Callable[[Any], str]) -> Any:
-        self._enter(container)
-        are_names = all(type(key) is str and key.isascii() for key in container)
-        keys = list(container) if are_names else [self.write(key) for key in container]
-        values: list[Any] = []
-        try:
-            for value in container.values():
-                values.append(self.write(value))
-        except UnwritableError as error:
-            error.where = step(list(container)[len(values)]) + error.where
-            raise
-        self._open.discard(id(container))
-        return dict(zip(keys, values, strict=True)) if are_names else [keys, values]
+    def mapping(self, container: Mapping[Any, Any], place: Callable[[Any], str] = lambda key: f"[{shown(key)}]") -> Any:
+        keys = list(container)
+        are_names = all(type(key) is str and key.isascii() for key in keys)
+        forms = keys if are_names else self.members(container)
+        values = self.elements(container, container.values(), lambda index: place(keys[index]))
+        return dict(zip(forms, values, strict=True)) if are_names else [forms, values]
 
-    def _enter(self, container: object) -> None:
+    def attributes(self, owner: object) -> Any:
+        return self.mapping(vars(owner), ".{}".format)
+
+    def members(self, container: Any) -> list[Any]:
+        return self.elements(container, place="".format)
+
+    def elements(self, container: Any, values: Any = None, place: Callable[[Any], str] = "[{}]".format) -> list[Any]:
         if id(container) in self._open:
             raise UnwritableError("", container, "and contains itself")
         if len(self._open) == _MOST_NESTED:
             raise UnwritableError("", container, f"inside of more than {_MOST_NESTED} others")
         self._open.add(id(container))
-
-
-def _subscript(key: Any) -> str:
-    return f"[{shown(key)}]"
-
-
-def _attribute(name: Any) -> str:
-    return f".{name}"
-
-
-def _no_step(key: object) -> str:
-    return ""
-
-
-def _write_plain(writer: _Writer, value: Any) -> Any:
-    return value
-
-
-def _write_int(writer: _Writer, value: int) -> Any:
-    # Python refuses to format or parse decimal integers of many digits.
-    return value if value.bit_length() < 1000 else {"int": hex(value)}
-
-
-def _write_float(writer: _Writer, value: float) -> Any:
-    return value if math.isfinite(value) else {"float": struct.pack("<d", value).hex()}
-
-
-def _write_complex(writer: _Writer, value: complex) -> Any:
-    return {"complex": struct.pack("<dd", value.real, value.imag).hex()}
-
-
-def _write_str(writer: _Writer, value: str) -> Any:
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:  # JSON would join two lone surrogates to one character
-        return {"str": value.encode("utf-8", "surrogatepass").hex()}
-    return value
-
-
-def _write_bytes(writer: _Writer, value: bytes | bytearray) -> Any:
-    writer.arrays.append(bytes(value))
-    return {type(value).__name__: len(value)}
-
-
-def _write_sequence(writer: _Writer, value: list[Any] | tuple[Any, ...]) -> Any:
-    if len(value) >= _LEAST_PACKED and set(map(type, value)) == {int}:
+        written: list[Any] = []
         try:
-            writer.arrays.append(np.array(value, "<i8").tobytes())
-        except OverflowError:
-            pass
-        else:
-            return {f"{type(value).__name__} of int64": len(value)}
-    written = writer.elements(value, _subscript)
-    return written if type(value) is list else {"tuple": written}
+            for element in container if values is None else values:
+                written.append(self.write(element))
+        except UnwritableError as error:
+            error.where = place(len(written)) + error.where
+            raise
+        self._open.discard(id(container))
+        return written
 
 
-def _write_members(writer: _Writer, value: Any) -> Any:
-    return {type(value).__name__: writer.elements(value, _no_step)}
+class _Reader:
+    """Turns parsed JSON back into values, and takes arrays from the content in their order."""
+
+    def __init__(self, content: memoryview, position: int) -> None:
+        self.content, self.position = content, position
+
+    def read(self, form: Any) -> Any:
+        if isinstance(form, list):
+            return [self.read(element) for element in form]
+        if not isinstance(form, dict):
+            return form
+        ((tag, inner),) = form.items()
+        return _TABLE[tag][2](self, inner)
+
+    def elements(self, forms: Any) -> list[Any]:
+        return [self.read(element) for element in _checked(forms, list)]
+
+    def mapping(self, form: Any) -> dict[Any, Any]:
+        if isinstance(form, dict):
+            return {key: self.read(value) for key, value in form.items()}
+        keys, values = form
+        return dict(zip(self.elements(keys), self.elements(values), strict=True))
+
+    def take(self, num_bytes: Any) -> memoryview:
+        start = self.position + -self.position % _ALIGNMENT
+        if not 0 <= _checked(num_bytes, int) <= len(self.content) - start:
+            raise ValueError("it ends before its arrays")
+        self.position = start + num_bytes
+        return self.content[start : self.position]
+
+    def text(self, form: Any) -> Any:
+        return _checked(self.read(form), str)
+
+    def packed(self, count: Any) -> Any:
+        return np.frombuffer(self.take(_checked(count, int) * 8), "<i8").tolist()
 
 
-def _write_size(writer: _Writer, value: torch.Size) -> Any:
-    return {"Size": list(value)}
+def _is_json(value: Any, kind: type) -> bool:
+    """Return whether JSON keeps the value; Python limits the digits of the integers that it formats and parses."""
+    if kind is str:
+        return value.isascii() or not _SURROGATE.search(value)
+    is_short = (kind is int and value.bit_length() < 1000) or (kind is float and math.isfinite(value))
+    return value is None or kind is bool or is_short
 
 
-def _write_deque(writer: _Writer, value: deque[Any]) -> Any:
-    return {"deque": [value.maxlen, writer.elements(value, _subscript)]}
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"it has {type(value).__name__} in place of {kind.__name__}")
+    return value
 
 
-def _write_dict(writer: _Writer, value: dict[Any, Any]) -> Any:
-    return {"dict": writer.mapping(value, _subscript)}
+def _ints(form: Any) -> list[int]:
+    return [_checked(number, int) for number in _checked(form, list)]
 
 
-def _write_ordered_dict(writer: _Writer, value: OrderedDict[Any, Any]) -> Any:
-    attributes = vars(value)
-    if attributes.keys() - {"_metadata"}:  # Module.state_dict keeps versions there
+def _numel(shape: Any) -> int:
+    lengths = _ints(shape)
+    if len(lengths) > _MOST_DIMENSIONS or not all(0 <= length < 2**63 for length in lengths):
+        raise ValueError("an array has no possible shape")
+    return math.prod(lengths)
+
+
+def _read_deque(reader: _Reader, form: Any) -> deque[Any]:
+    maxlen, elements = form
+    return deque(reader.elements(elements), maxlen)
+
+
+def _plain(value: Any, *known: str) -> Any:
+    """Return a container that has only known attributes; Module.state_dict keeps versions in ``_metadata``."""
+    if vars(value).keys() - set(known):
         raise UnwritableError("", value, "with attributes")
-    return {"OrderedDict": [writer.mapping(value, _subscript), writer.mapping(attributes, _attribute)]}
+    return value
 
 
-def _write_counter(writer: _Writer, value: Counter[Any]) -> Any:
-    if vars(value):
-        raise UnwritableError("", value, "with attributes")
-    return {"Counter": writer.mapping(value, _subscript)}
+def _read_ordered_dict(reader: _Reader, form: Any) -> OrderedDict[Any, Any]:
+    items, attributes = form
+    value = OrderedDict(reader.mapping(items))
+    vars(value).update(reader.mapping(attributes))
+    if vars(value).keys() - {"_metadata"}:
+        raise ValueError("an OrderedDict has attributes")
+    return value
 
 
 def _write_default_dict(writer: _Writer, value: defaultdict[Any, Any]) -> Any:
-    factory: Any = value.default_factory
-    if not any(factory is known for known in _FACTORIES):
+    names = [name for name, factory in _FACTORIES.items() if factory is value.default_factory]
+    if not names:
         raise UnwritableError("", value, "with a default_factory of the user's")
-    return {"defaultdict": [_FACTORIES[factory], writer.mapping(value, _subscript)]}
+    return [*names, writer.mapping(value)]
 
 
-def _write_namespace(writer: _Writer, value: argparse.Namespace) -> Any:
-    return {"Namespace": writer.mapping(vars(value), _attribute)}
+def _read_default_dict(reader: _Reader, form: Any) -> defaultdict[Any, Any]:
+    name, items = form
+    return defaultdict(_FACTORIES[name], reader.mapping(items))
 
 
-def _write_tensor(writer: _Writer, value: torch.Tensor) -> Any:
-    return {"Tensor": _tensor_form(writer, value)}
+def _read_namespace(reader: _Reader, form: Any) -> argparse.Namespace:
+    value = argparse.Namespace()
+    vars(value).update((_checked(name, str), attribute) for name, attribute in reader.mapping(form).items())
+    return value
 
 
-def _write_parameter(writer: _Writer, value: torch.nn.Parameter) -> Any:
-    return {"Parameter": [*_tensor_form(writer, value), value.requires_grad]}
-
-
-def _tensor_form(writer: _Writer, tensor: torch.Tensor) -> list[Any]:
+def _write_tensor(writer: _Writer, tensor: torch.Tensor) -> list[Any]:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         raise UnwritableError("", tensor, "and is sparse, nested, quantized or without data")
     if tensor.dim() > _MOST_DIMENSIONS:
@@ -277,221 +288,46 @@ def _tensor_form(writer: _Writer, tensor: torch.Tensor) -> list[Any]:
     return [str(tensor.dtype), list(tensor.shape)]
 
 
-def _write_array(writer: _Writer, value: np.ndarray[Any, Any]) -> Any:
-    name = _numpy_name(value, value.dtype)
-    if value.dtype.itemsize == 0:
-        raise UnwritableError("", value, "of items without bytes")
-    writer.arrays.append(value.tobytes())
-    return {"ndarray": [name, list(value.shape)]}
-
-
-def _write_numpy_number(writer: _Writer, value: np.generic) -> Any:
-    return {"numpy": [_numpy_name(value, value.dtype), value.tobytes().hex()]}
-
-
-def _write_numpy_str(writer: _Writer, value: np.str_) -> Any:
-    return {"str_": writer.write(str(value))}
-
-
-def _write_numpy_bytes(writer: _Writer, value: np.bytes_) -> Any:
-    return {"bytes_": bytes(value).hex()}
-
-
-def _write_numpy_dtype(writer: _Writer, value: np.dtype[Any]) -> Any:
-    return {"numpy dtype": _numpy_name(value, value)}
-
-
-def _numpy_name(value: object, dtype: np.dtype[Any]) -> str:
-    if dtype.kind not in _NUMPY_KINDS or dtype.metadata is not None:
-        raise UnwritableError("", value, f"with the dtype {dtype}")
-    if np.dtype(dtype.str).char == dtype.char:
-        return dtype.str
-    return f"{dtype.str[0]}{dtype.char}"  # C has two names for some sizes, and numpy a type for each of them
-
-
-def _write_name(writer: _Writer, value: torch.dtype | torch.device) -> Any:
-    return {type(value).__name__: str(value)}
-
-
-def _write_path(writer: _Writer, value: pathlib.PurePath) -> Any:
-    return {type(value).__name__: writer.write(str(value))}
-
-
-def _write_date(writer: _Writer, value: datetime.date) -> Any:
-    return {"date": value.isoformat()}
-
-
-def _write_datetime(writer: _Writer, value: datetime.datetime) -> Any:
-    if value.tzinfo is not None and not _is_unnamed(value.tzinfo):
-        raise UnwritableError("", value, "with another time zone than a fixed offset without a name")
-    return {"datetime": [value.isoformat(), value.fold]}
-
-
-def _is_unnamed(zone: datetime.tzinfo) -> bool:
-    return type(zone) is datetime.timezone and zone.tzname(None) == datetime.timezone(zone.utcoffset(None)).tzname(None)
-
-
-def _write_timedelta(writer: _Writer, value: datetime.timedelta) -> Any:
-    return {"timedelta": [value.days, value.seconds, value.microseconds]}
-
-
-_WRITTEN: dict[type, Callable[[_Writer, Any], Any]] = {
-    type(None): _write_plain,
-    bool: _write_plain,
-    int: _write_int,
-    float: _write_float,
-    complex: _write_complex,
-    str: _write_str,
-    bytes: _write_bytes,
-    bytearray: _write_bytes,
-    list: _write_sequence,
-    tuple: _write_sequence,
-    set: _write_members,
-    frozenset: _write_members,
-    dict: _write_dict,
-    OrderedDict: _write_ordered_dict,
-    Counter: _write_counter,
-    defaultdict: _write_default_dict,
-    deque: _write_deque,
-    argparse.Namespace: _write_namespace,
-    torch.Size: _write_size,
-    torch.Tensor: _write_tensor,
-    torch.nn.Parameter: _write_parameter,
-    torch.dtype: _write_name,
-    torch.device: _write_name,
-    np.ndarray: _write_array,
-    np.str_: _write_numpy_str,
-    np.bytes_: _write_numpy_bytes,
-    pathlib.PosixPath: _write_path,
-    pathlib.PurePosixPath: _write_path,
-    datetime.date: _write_date,
-    datetime.datetime: _write_datetime,
-    datetime.timedelta: _write_timedelta,
-}
-_WRITTEN |= dict.fromkeys(_NUMPY_NUMBERS, _write_numpy_number)
-_WRITTEN |= {type(np.dtype(code)): _write_numpy_dtype for code in np.typecodes["All"]}
-
-
-def _decoded(content: memoryview) -> Any:
-    end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
-    if not _LENGTH_BYTES < end <= len(content):
-        raise ValueError("it is shorter than it says")
-    text = str(content[_LENGTH_BYTES:end], "ascii")
-    _check_nesting(text)
-    reader = _Reader(content, end)
-    value = reader.read(json.loads(text, parse_constant=_refuse))
-    if reader.position != len(content):
-        raise ValueError("it is longer than its arrays")
-    return value
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _check_nesting(text: str) -> None:
-    """Raise ValueError before the JSON module, written in C, recurses too deep."""
-    depth = 0
-    for token in _TOKEN.finditer(text):
-        first = text[token.start()]
-        depth += (first in "[{") - (first in "]}")
-        if depth > _MOST_JSON_NESTED:
-            raise ValueError("it is nested too deep")
-
-
-class _Reader:
-    """Turns parsed JSON back into values, and takes arrays from the content in their order."""
-
-    def __init__(self, content: memoryview, position: int) -> None:
-        self._content = content
-        self.position = position
-
-    def read(self, form: Any) -> Any:
-        if isinstance(form, list):
-            return [self.read(element) for element in form]
-        if not isinstance(form, dict):
-            return form
-        ((name, told),) = form.items()
-        return _READ[name](self, told)
-
-    def elements(self, forms: Any) -> list[Any]:
-        return [self.read(element) for element in _checked(forms, list)]
-
-    def items(self, form: Any) -> Iterable[tuple[Any, Any]]:
-        if isinstance(form, dict):
-            return [(key, self.read(value)) for key, value in form.items()]
-        keys, values = form
-        return list(zip(self.elements(keys), self.elements(values), strict=True))
-
-    def take(self, num_bytes: Any) -> memoryview:
-        start = self.position + -self.position % _ALIGNMENT
-        if not 0 <= _checked(num_bytes, int) <= len(self._content) - start:
-            raise ValueError("it ends before its arrays")
-        self.position = start + num_bytes
-        return self._content[start : self.position]
-
-
-def _checked(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"it has {type(value).__name__} in place of {kind.__name__}")
-    return value
-
-
-def _read_ints(reader: _Reader, count: Any) -> list[int]:
-    ints: list[int] = np.frombuffer(reader.take(_checked(count, int) * 8), "<i8").tolist()
-    return ints
-
-
-def _read_deque(reader: _Reader, told: Any) -> deque[Any]:
-    maxlen, forms = told
-    return deque(reader.elements(forms), maxlen)
-
-
-def _read_ordered_dict(reader: _Reader, told: Any) -> OrderedDict[Any, Any]:
-    form, attributes = told
-    value = OrderedDict(reader.items(form))
-    for name, attribute in reader.items(attributes):
-        if name != "_metadata":
-            raise ValueError(f"an OrderedDict has the attribute {name!r}")
-        value.__dict__[name] = attribute
-    return value
-
-
-def _read_counter(reader: _Reader, told: Any) -> Counter[Any]:
-    return Counter(dict(reader.items(told)))
-
-
-def _read_default_dict(reader: _Reader, told: Any) -> defaultdict[Any, Any]:
-    name, form = told
-    factories = {known: factory for factory, known in _FACTORIES.items()}
-    return defaultdict(factories[name], reader.items(form))
-
-
-def _read_namespace(reader: _Reader, told: Any) -> argparse.Namespace:
-    value = argparse.Namespace()
-    vars(value).update((_checked(name, str), attribute) for name, attribute in reader.items(told))
-    return value
-
-
-def _read_tensor(reader: _Reader, told: Any) -> torch.Tensor:
-    name, shape = told
+def _read_tensor(reader: _Reader, form: Any) -> torch.Tensor:
+    name, shape = form
     dtype = _TENSOR_DTYPES[name]
     raw = reader.take(_numel(shape) * dtype.itemsize)
     if not raw:
         return torch.empty(shape, dtype=dtype, device="cpu")
     flat = np.frombuffer(raw, np.uint8).copy()
     # A byte above one is not a valid bool: torch's behaviour would be undefined.
-    bits = torch.from_numpy(flat != 0 if dtype is torch.bool else flat)
-    return bits.view(dtype).reshape(shape)
+    return torch.from_numpy(flat != 0 if dtype is torch.bool else flat).view(dtype).reshape(shape)
 
 
-def _read_parameter(reader: _Reader, told: Any) -> torch.nn.Parameter:
-    name, shape, requires_grad = told
+def _read_parameter(reader: _Reader, form: Any) -> torch.nn.Parameter:
+    name, shape, requires_grad = form
     return torch.nn.Parameter(_read_tensor(reader, [name, shape]), requires_grad=_checked(requires_grad, bool))
 
 
-def _read_array(reader: _Reader, told: Any) -> np.ndarray[Any, Any]:
-    name, shape = told
+def _numpy_name(value: object, dtype: np.dtype[Any]) -> str:
+    if dtype.kind not in "biufcUS" or dtype.metadata is not None:
+        raise UnwritableError("", value, f"with the dtype {dtype}")
+    if np.dtype(dtype.str).char == dtype.char:
+        return dtype.str
+    return f"{dtype.str[0]}{dtype.char}"  # C has two names for some sizes, and numpy a type for each of them
+
+
+def _numpy_dtype(name: Any) -> Any:
+    if not _NUMPY_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no dtype")
+    return np.dtype(name)
+
+
+def _write_array(writer: _Writer, value: np.ndarray[Any, Any]) -> Any:
+    name = _numpy_name(value, value.dtype)
+    if value.dtype.itemsize == 0:
+        raise UnwritableError("", value, "of items without bytes")
+    writer.arrays.append(value.tobytes())
+    return [name, list(value.shape)]
+
+
+def _read_array(reader: _Reader, form: Any) -> np.ndarray[Any, Any]:
+    name, shape = form
     dtype = _numpy_dtype(name)
     if dtype.itemsize == 0:
         raise ValueError("an array has items without bytes")
@@ -502,67 +338,63 @@ def _read_array(reader: _Reader, told: Any) -> np.ndarray[Any, Any]:
     return flat.reshape(shape)
 
 
-def _read_numpy_number(reader: _Reader, told: Any) -> Any:
-    name, raw = told
-    dtype = _numpy_dtype(name)
-    (number,) = np.frombuffer(bytes.fromhex(raw), dtype)
+def _number(dtype: Any, bits: Any) -> Any:
+    (number,) = np.frombuffer(bytes.fromhex(bits), _numpy_dtype(dtype))
     return number
 
 
-def _numpy_dtype(name: Any) -> np.dtype[Any]:
-    if not _NUMPY_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no dtype")
-    dtype: np.dtype[Any] = np.dtype(name)
-    return dtype
+def _write_datetime(writer: _Writer, value: datetime) -> Any:
+    zone = value.tzinfo
+    if zone is not None and not (type(zone) is timezone and str(zone) == str(timezone(zone.utcoffset(None)))):
+        raise UnwritableError("", value, "with another time zone than a fixed offset without a name")
+    return [value.isoformat(), value.fold]
 
 
-def _numel(shape: Any) -> int:
-    lengths = _checked(shape, list)
-    if len(lengths) > _MOST_DIMENSIONS or not all(0 <= _checked(length, int) < 2**63 for length in lengths):
-        raise ValueError("an array has no possible shape")
-    return math.prod(lengths)
+def _read_datetime(reader: _Reader, form: Any) -> datetime:
+    text, fold = form
+    return datetime.fromisoformat(text).replace(fold=fold)
 
 
-def _read_datetime(reader: _Reader, told: Any) -> datetime.datetime:
-    text, fold = told
-    return datetime.datetime.fromisoformat(text).replace(fold=fold)
-
-
-def _read_size(reader: _Reader, told: Any) -> torch.Size:
-    return torch.Size([_checked(length, int) for length in _checked(told, list)])
-
-
-_READ: dict[str, Callable[[_Reader, Any], Any]] = {
-    "int": lambda reader, told: int(told, 16),
-    "float": lambda reader, told: struct.unpack("<d", bytes.fromhex(told))[0],
-    "complex": lambda reader, told: complex(*struct.unpack("<dd", bytes.fromhex(told))),
-    "str": lambda reader, told: bytes.fromhex(told).decode("utf-8", "surrogatepass"),
-    "bytes": lambda reader, told: bytes(reader.take(told)),
-    "bytearray": lambda reader, told: bytearray(reader.take(told)),
-    "list of int64": _read_ints,
-    "tuple of int64": lambda reader, told: tuple(_read_ints(reader, told)),
-    "tuple": lambda reader, told: tuple(reader.elements(told)),
-    "set": lambda reader, told: set(reader.elements(told)),
-    "frozenset": lambda reader, told: frozenset(reader.elements(told)),
-    "dict": lambda reader, told: dict(reader.items(told)),
-    "OrderedDict": _read_ordered_dict,
-    "Counter": _read_counter,
-    "defaultdict": _read_default_dict,
-    "deque": _read_deque,
-    "Namespace": _read_namespace,
-    "Size": _read_size,
-    "Tensor": _read_tensor,
-    "Parameter": _read_parameter,
-    "dtype": lambda reader, told: _DTYPES[told],
-    "device": lambda reader, told: torch.device(_checked(told, str)),
-    "ndarray": _read_array,
-    "numpy": _read_numpy_number,
-    "str_": lambda reader, told: np.str_(_checked(reader.read(told), str)),
-    "bytes_": lambda reader, told: np.bytes_(bytes.fromhex(told)),
-    "numpy dtype": lambda reader, told: _numpy_dtype(told),
-    "PosixPath": lambda reader, told: pathlib.PosixPath(_checked(reader.read(told), str)),
-    "PurePosixPath": lambda reader, told: pathlib.PurePosixPath(_checked(reader.read(told), str)),
-    "date": lambda reader, told: datetime.date.fromisoformat(told),
-    "datetime": _read_datetime,
-    "timedelta": lambda reader, told: datetime.timedelta(*(_checked(part, int) for part in told)),
+_UTF_8 = ("utf-8", "surrogatepass")
+_TABLE: dict[str, tuple[Iterable[type], Callable[[_Writer, Any], Any], Callable[[_Reader, Any], Any]]] = {
+    "int": ([int], lambda _, v: hex(v), lambda _, f: int(f, 16)),
+    "float": ([float], lambda _, v: np.array(v, "<f8").tobytes().hex(), lambda _, f: _number("<f8", f).item()),
+    "complex": ([complex], lambda _, v: np.array(v, "<c16").tobytes().hex(), lambda _, f: _number("<c16", f).item()),
+    "str": ([str], lambda _, v: v.encode(*_UTF_8).hex(), lambda _, f: bytes.fromhex(f).decode(*_UTF_8)),
+    "bytes": ([bytes], _Writer.append, lambda r, f: bytes(r.take(f))),
+    "bytearray": ([bytearray], _Writer.append, lambda r, f: bytearray(r.take(f))),
+    "list of int64": ([], _Writer.write, _Reader.packed),
+    "tuple of int64": ([], _Writer.write, lambda r, f: tuple(r.packed(f))),
+    "tuple": ([tuple], _Writer.elements, lambda r, f: tuple(r.elements(f))),
+    "set": ([set], _Writer.members, lambda r, f: set(r.elements(f))),
+    "frozenset": ([frozenset], _Writer.members, lambda r, f: frozenset(r.elements(f))),
+    "deque": ([deque], lambda w, v: [v.maxlen, w.elements(v)], _read_deque),
+    "dict": ([dict], _Writer.mapping, _Reader.mapping),
+    "OrderedDict": (
+        [OrderedDict],
+        lambda w, v: [w.mapping(_plain(v, "_metadata")), w.attributes(v)],
+        _read_ordered_dict,
+    ),
+    "Counter": ([Counter], lambda w, v: w.mapping(_plain(v)), lambda r, f: Counter(r.mapping(f))),
+    "defaultdict": ([defaultdict], _write_default_dict, _read_default_dict),
+    "Namespace": ([argparse.Namespace], _Writer.attributes, _read_namespace),
+    "Size": ([torch.Size], lambda _, v: list(v), lambda _, f: torch.Size(_ints(f))),
+    "Tensor": ([torch.Tensor], _write_tensor, _read_tensor),
+    "Parameter": ([torch.nn.Parameter], lambda w, v: [*_write_tensor(w, v), v.requires_grad], _read_parameter),
+    "dtype": ([torch.dtype], lambda _, v: str(v), lambda _, f: _DTYPES[f]),
+    "device": ([torch.device], lambda _, v: str(v), lambda _, f: torch.device(_checked(f, str))),
+    "ndarray": ([np.ndarray], _write_array, _read_array),
+    "numpy": (_NUMPY_NUMBERS, lambda _, v: [_numpy_name(v, v.dtype), v.tobytes().hex()], lambda _, f: _number(*f)),
+    "numpy dtype": (_NUMPY_DTYPES, lambda _, v: _numpy_name(v, v), lambda _, f: _numpy_dtype(f)),
+    "str_": ([np.str_], lambda w, v: w.write(str(v)), lambda r, f: np.str_(r.text(f))),
+    "bytes_": ([np.bytes_], lambda _, v: bytes(v).hex(), lambda _, f: np.bytes_(bytes.fromhex(f))),
+    "PosixPath": ([PosixPath], lambda w, v: w.write(str(v)), lambda r, f: PosixPath(r.text(f))),
+    "PurePosixPath": ([PurePosixPath], lambda w, v: w.write(str(v)), lambda r, f: PurePosixPath(r.text(f))),
+    "date": ([date], lambda _, v: v.isoformat(), lambda _, f: date.fromisoformat(f)),
+    "datetime": ([datetime], _write_datetime, _read_datetime),
+    "timedelta": ([timedelta], lambda _, v: [v.days, v.seconds, v.microseconds], lambda _, f: timedelta(*_ints(f))),
 }
+"""Rows of the format: a tag, its types, and functions that write a value ``v`` and read it back from its form ``f``.
+``_Writer.write`` itself writes JSON's own types, and packs lists and tuples of ints."""
+
+_BY_TYPE = {kind: (tag, write) for tag, (kinds, write, _) in _TABLE.items() for kind in kinds}

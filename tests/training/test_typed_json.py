@@ -204,6 +204,13 @@ def test_a_parameter_comes_back_as_one(requires_grad: bool) -> None:
     assert torch.equal(found.data, torch.arange(3.0))
 
 
+def test_a_namespace_may_have_any_attribute() -> None:
+    """An attribute called ``self`` comes back, too, although no argument of the class can have that name."""
+    value = argparse.Namespace()
+    vars(value)["self"] = 1
+    assert parts(again(value)) == parts(value)
+
+
 def test_arrays_are_writable_and_own_their_memory() -> None:
     """What is read can be changed in place, which changes nothing else."""
     content = encode([torch.zeros(3), np.zeros(3), np.zeros(2, bool)])
