@@ -65,9 +65,12 @@ class Distilled(pl.LightningModule):
         }
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.state == "adam":
-            head = {"params": list(self.student[2].parameters())}
-            return torch.optim.AdamW([head, {"params": list(self.student[0].parameters())}], lr=0.0, weight_decay=0.0)
+        if self.state != "none":
+            groups = [{"params": list(layer.parameters())} for layer in (self.student[2], self.student[0])]
+            optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0)
+            if self.state == "stepped adam":
+                optimizer.load_state_dict(stepped_adam().state_dict())
+            return optimizer
         return torch.optim.SGD(self.student.parameters(), lr=self.lr)
 
     def train_dataloader(self) -> Any:
@@ -75,6 +78,17 @@ class Distilled(pl.LightningModule):
 
     def val_dataloader(self) -> Any:
         return self.train_dataloader() if self.validated else []
+
+
+def stepped_adam() -> torch.optim.Optimizer:
+    """Return an optimizer that has updated parameters of the student's shapes in memory."""
+    shapes = ((1, 33), (1,), (33, 8), (33,))
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}], lr=0.0, weight_decay=0.0)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
 
 
 def masters(param: torch.Tensor) -> torch.Tensor:
@@ -289,8 +303,8 @@ def test_hooks_read_the_dtype_of_memory(precision: Any, tmp_path: Path) -> None:
     assert expected[1][1] == pytest.approx(expected[0][1], rel=1e-5)
 
 
-@pytest.mark.parametrize("place", ["memory", "storage"])
-def test_a_second_fit_goes_on_in_fp32(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "state"), [("memory", "adam"), ("storage", "adam"), ("memory", "stepped adam")])
+def test_a_second_fit_goes_on_in_fp32(place: str, state: str, tmp_path: Path) -> None:
     """Its masters are those of the first, also of what was written in between, by other groups and optimizers."""
     found: dict[Any, list[Any]] = {}
     for strategy in ("auto", "ours"):
@@ -301,12 +315,27 @@ def test_a_second_fit_goes_on_in_fp32(place: str, tmp_path: Path) -> None:
             found.setdefault(strategy, []).append([value.clone() for value in module.found["student"]])
             with torch.no_grad():
                 module.student[2].weight.mul_(DECAY)
-            module.write, module.state = None, "adam"
+            module.write, module.state = None, state
             gc.collect()
     for values, expected in zip(found["ours"], found["auto"], strict=True):
         for value, wanted in zip(values, expected, strict=True):
             assert torch.equal(value, wanted)
     assert any((value.bfloat16().float() != value).any() for value in found["ours"][2])
+
+
+@pytest.mark.parametrize("state", ["adam", "stepped adam"])
+def test_a_fit_goes_on_from_what_an_evaluation_wrote(state: str, tmp_path: Path) -> None:
+    """Its masters are the fp32 values that a hook wrote, also with an optimizer that has stepped before."""
+    found = []
+    for strategy in ("auto", ours(tmp_path)):
+        module = Distilled(scale, validated=True)
+        trainer = quiet_trainer(tmp_path, strategy, precision="bf16-mixed")
+        trainer.validate(module, verbose=False)
+        module.write, module.state = None, state
+        trainer.fit(module)
+        found.append(module.found["student"])
+    assert all(torch.equal(*values) for values in zip(*found, strict=True))
+    assert any((value.bfloat16().float() != value).any() for value in found[1])
 
 
 @pytest.mark.parametrize(("is_closed", "why"), [(True, "was closed"), (False, "No space left")])

@@ -133,8 +133,6 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.outside_writes = OutsideWrites(self.rank_state, self.update)
         self.outside_writes.watch(self.module.parameters())
         self.update.watch(self.module.parameters(), self.parameter_offload.get_param_coordinator())
-        if not offload.resumes:
-            self.outside_writes.bring_in(self.partition.params())
         self.used_gradients = UsedGradients(len(self.partition.layout.parameters))
         self.storage_step = StorageStep(
             self,
