@@ -63,9 +63,10 @@ class StorageTrafficMonitor(Callback):
     ``io/internal_read_GB``, ``..write_GB`` read and written inside storage devices, per step
     ``io/cached_read_GB``, ``..write_GB``   saved by ``dram_cache_bytes``, per step; not included in the values below
     ``io/background_read_GB``               read per step during training, for checkpoints; not included below
-    ``io/activation_read_GB``, ``..write_`` activations read and written per step; not included in the values below,
-    except
-                                            for the totals of written bytes (with ``activations`` only)
+    ``io/activation_read_GB``               activations read per step (this and the next two: with ``activations``
+                                            only); not included in the values below
+    ``io/activation_write_GB``              activations written per step; of the values below, included in the totals
+                                            of written bytes only
     ``io/activation_wait_s``                seconds that forward and backward waited for them per step, slowest rank
     ``io/GBps``                             all bytes read and written per second of training
     ``io/wait_GBps``                        the same per second waited: the storage's own speed if nothing overlaps
