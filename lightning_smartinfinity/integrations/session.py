@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from lightning_smartinfinity.resume.record import Recording
 from lightning_smartinfinity.settings import resolved_folder
 from lightning_smartinfinity.settings.rules import check, instance, optional
 from lightning_smartinfinity.settings.smartssd import require_xclbin_named
-from lightning_smartinfinity.settings.strategy import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
+from lightning_smartinfinity.settings.strategy import given_settings, gradients_are_16_bit, is_16_bit, nvme_path_of
 from lightning_smartinfinity.storage.io.scheduling import IoWait, io_waits, share_devices
 from lightning_smartinfinity.zero3 import (
     OffloadSettings,
@@ -59,8 +59,14 @@ class NearStorage(ABC):
     config: Any
     _recording: Recording | None = None  # None: nothing is recorded
 
-    def _take_settings(self, settings: StrategySettings) -> None:
-        """Store the user's settings, and build DeepSpeed's configuration from them."""
+    def _take_settings(self, arguments: Mapping[str, Any]) -> None:
+        """Check and store the user's settings, and build DeepSpeed's configuration from them.
+
+        Args:
+            arguments: ``locals()`` of the constructor, which has a parameter for each setting.
+        """
+        owner = type(self).__name__
+        settings = given_settings(owner, arguments)
         if settings.update_device == "smartssd":
             require_xclbin_named(settings.smartssd)
         if settings.update_device == "host" and settings.smartssd is not None:
@@ -75,7 +81,6 @@ class NearStorage(ABC):
         self._watch = 0
         # The swapper of parameters on storage.
         self._parameters: ParameterSwapper | None = None
-        owner = type(self).__name__
         self._nvme_path = nvme_path_of(settings.zero, owner=owner)
         # DeepSpeed's configuration; precision and accumulation are filled in before the training is set up. A plan puts
         # parameters on storage, with a byte budget, unless the user chose another place.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,32 +151,23 @@ class StrategySettings:
             )
 
 
-def given_settings(
-    owner: str, *, storage: object, smartssd: Any, activations: Any, transfer: Any, plan: Any, **others: Any
-) -> StrategySettings:
+def given_settings(owner: str, arguments: Mapping[str, Any]) -> StrategySettings:
     """Return the settings that a user passed to a class: folders in any form, other settings as objects or dicts.
 
     Args:
         owner: Name of the class, for errors.
-        storage: Folder, or list of folders.
-        smartssd: Settings for SmartSSDs, or a dict of them.
-        activations: Settings for the tensors that forward saves, a dict of them, or None.
-        transfer: Settings of the transfer, or a dict of them.
-        plan: Settings of the plan, a dict of them, or ``"auto"``.
-        **others: Settings that are passed on unchanged.
+        arguments: Values by name; only those of settings are read.
 
     Raises:
         ConfigError: A setting is unknown, contradictory or out of range.
     """
-    return StrategySettings(
-        storage=storage_folders(storage, owner=owner),
-        smartssd=smartssd_config(smartssd, owner=owner),
-        activations=activation_offload(activations, owner=owner),
-        transfer=transfer_config(transfer, owner=owner),
-        plan=plan_config(plan, owner=owner),
-        owner=owner,
-        **others,
-    )
+    given = {field.name: arguments[field.name] for field in fields(StrategySettings)}
+    given["storage"] = storage_folders(given["storage"], owner=owner)
+    given["smartssd"] = smartssd_config(given["smartssd"], owner=owner)
+    given["activations"] = activation_offload(given["activations"], owner=owner)
+    given["transfer"] = transfer_config(given["transfer"], owner=owner)
+    given["plan"] = plan_config(given["plan"], owner=owner)
+    return StrategySettings(**given, owner=owner)
 
 
 def documents_settings(strategy: Strategy) -> Strategy:

@@ -21,7 +21,7 @@ def offload_everything() -> None:
     # Here, since every process of a test imports this module, and most need none of it.
     from lightning_smartinfinity import ActivationOffload
     from lightning_smartinfinity.activations import OffloadedActivations
-    from lightning_smartinfinity.settings.strategy import strategy as settings
+    from lightning_smartinfinity.settings import strategy as settings
 
     asked = settings.activation_offload
 

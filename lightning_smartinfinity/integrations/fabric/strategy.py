@@ -51,7 +51,7 @@ from lightning_smartinfinity.settings import (
     TransferConfig,
 )
 from lightning_smartinfinity.settings.options import OF_FABRIC
-from lightning_smartinfinity.settings.strategy import check_save_path, data_types, documents_settings, given_settings
+from lightning_smartinfinity.settings.strategy import check_save_path, data_types, documents_settings
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3.ranks.watchdog import awaiting_ranks
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
@@ -118,22 +118,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             precision=options.get("precision"),
             process_group_backend=options.get("process_group_backend"),
         )
-        settings = given_settings(
-            type(self).__name__,
-            storage=storage,
-            update_device=update_device,
-            smartssd=smartssd,
-            state_format=state_format,
-            overlap=overlap,
-            compression=compression,
-            activations=activations,
-            transfer=transfer,
-            zero=zero,
-            plan=plan,
-            watchdog_timeout=watchdog_timeout,
-            collective_timeout=collective_timeout,
-        )
-        self._take_settings(settings)
+        self._take_settings(locals())
         self.config = self._engine_config
         take_options(self, options, known=FabricOptions, remedies=OF_FABRIC)
         self._backward_sync_control = _AlwaysSync()

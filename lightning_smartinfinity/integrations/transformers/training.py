@@ -59,7 +59,7 @@ from lightning_smartinfinity.settings import (
 )
 from lightning_smartinfinity.settings.options import refuse_unknown
 from lightning_smartinfinity.settings.rules import check, instance
-from lightning_smartinfinity.settings.strategy import data_types, documents_settings, given_settings
+from lightning_smartinfinity.settings.strategy import data_types, documents_settings
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 __all__ = ["SmartInfinityTraining"]
@@ -122,25 +122,10 @@ class SmartInfinityTraining(NearStorage):
     ) -> None:
         if unknown:
             refuse_unknown(type(self).__name__, unknown, remedies=argument_remedies())
-        settings = given_settings(
-            type(self).__name__,
-            storage=storage,
-            update_device=update_device,
-            smartssd=smartssd,
-            state_format=state_format,
-            overlap=overlap,
-            compression=compression,
-            activations=activations,
-            transfer=transfer,
-            zero=zero,
-            plan=plan,
-            watchdog_timeout=watchdog_timeout,
-            collective_timeout=collective_timeout,
-        )
-        self._take_settings(settings)
+        self._take_settings(locals())
         self._config: DeepSpeedConfig = {**self._engine_config, **copy.deepcopy(_AUTO)}
         self._config["zero_optimization"] |= _SAVES_16_BIT
-        self._given = settings
+        self._given = self._settings
         check(type(self).__name__, "weights_only", weights_only, instance(bool))
         self._weights_only = weights_only
         self._contexts = ExitStack()
