@@ -84,7 +84,7 @@ def cards(path: Path, **settings: Any) -> Callable[[Run], StorageDevice]:
         case, numel = run.case, run.layout.extents.tasklet_numel
         ring = CardRing(
             num_buffers=case.num_buffers,
-            gradient_bytes=numel * case.gradient_dtype.itemsize,
+            gradient_buffer_bytes=numel * case.gradient_dtype.itemsize,
             parameter_bytes=numel * case.dtype.itemsize,
         )
         setup = setup_of(case.num_devices, path, **settings)

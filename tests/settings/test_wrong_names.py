@@ -138,7 +138,7 @@ def test_a_mistake_in_a_dict_of_settings(strategy: Callable[..., Any], options: 
         ({"buffer_size": "8 gigs"}, "Did you mean transfer={'tasklet_bytes': ...} or transfer={'num_buffers': ...}?"),
         ({"host_memory": "8GB"}, "Did you mean transfer={'dram_cache_bytes': ...}?"),
         ({"cache_bytes": "8GB"}, "Did you mean transfer={'dram_cache_bytes': ...}?"),
-        ({"offload_optim": True}, "Did you mean 'offload_optimizer'? Leave it out: optimizer state always lies in"),
+        ({"offload_optim": True}, "Did you mean 'offload_optimizer'? Leave it out: optimizer state is always in"),
         ({"stages": 3}, "Did you mean 'stage'? Leave it out: training is always in ZeRO stage 3."),
         ({"zero_stage": 3}, "Did you mean 'stage'? Leave it out"),
         ({"nvme": "/nvme"}, "Did you mean 'nvme_path'? Pass storage='/nvme'"),

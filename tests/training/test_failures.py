@@ -161,7 +161,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(
     seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert seen[0] == seen[1]
     if overlap == "none":
-        assert "What was not sent of the gradients cannot be kept" in seen[0]["damage_payload"]
+        assert "The part of the gradients that was not sent cannot be kept" in seen[0]["damage_payload"]
     if overlap == "backward":
         assert seen[0]["fail_roll_back"].startswith("StorageError: The optimizer state of this training is lost")
         assert "rank-00001" in seen[0]["fail_roll_back"]

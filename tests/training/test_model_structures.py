@@ -64,7 +64,7 @@ class TiedByData(Reused):
 
 def test_parameters_over_the_same_memory_are_refused(tmp_path: Path) -> None:
     """ZeRO-3 would untie them silently. The error names both."""
-    with pytest.raises(UnsupportedError, match=r"'back.weight' and 'front.weight' lie in the same memory"):
+    with pytest.raises(UnsupportedError, match=r"'back.weight' and 'front.weight' share memory"):
         train_near_storage(Case(TiedByData), tmp_path)
 
 

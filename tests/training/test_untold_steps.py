@@ -91,7 +91,7 @@ def test_backward(train: Any, tmp_path: Path) -> None:
     """A warning says once why no update begins within backward. The training has the same bits."""
     trained = train(tmp_path / "backward", "backward")
     (warning,) = trained.warned
-    assert "works as 'forward': nobody tells before a backward that a step follows it" in warning
+    assert "works as 'forward': no caller announces before a backward that a step follows it" in warning
     assert trained.num_adopted == 0
     assert_same(trained, train(tmp_path / "none", "none"))
 

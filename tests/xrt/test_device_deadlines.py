@@ -81,7 +81,7 @@ def test_the_host_takes_over(
         assert emulated_cards.counter("runs_begun") > begun
         host.steps(range(4))
         same_as_host(run, host)
-    assert f"did not return within {1000 * deadline:.0f} ms. The host updates the" in caplog.text
+    assert f"did not return within {1000 * deadline:.0f} ms. The host updates its" in caplog.text
     assert "is not used until all that was asked of it returns" in caplog.text
 
 

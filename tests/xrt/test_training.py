@@ -202,7 +202,7 @@ def test_a_read_that_does_not_return_in_a_fit(
     fit(module, tmp_path, strategy, max_steps=4, accumulate_grad_batches=2)
     strategy.close()
     assert_same(module, expected)
-    assert f"did not return within {1000 * deadline:.0f} ms. The host updates the" in caplog.text
+    assert f"did not return within {1000 * deadline:.0f} ms. The host updates its" in caplog.text
 
 
 def test_traffic_of_training(emulated_cards: EmulatedCards, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_at_every_moment(
         strategy = on_cards(emulated_cards, root, overlap=overlap, timeout=lenient() if kind == "hang" else LIMIT)
         with caplog.at_level(logging.WARNING):
             module = fitted(root, strategy, Failing(moment, fail, root))
-        happened = "emulated card 1 failed: " in caplog.text and "The host updates the" in caplog.text
+        happened = "emulated card 1 failed: " in caplog.text and "The host updates its" in caplog.text
         assert happened == (moment != "end"), moment  # after the end nothing is asked of a card
         assert (module.losses, module.validated) == (expected.losses, expected.validated), moment
         assert module.trained == expected.trained, moment
