@@ -159,7 +159,7 @@ def test_mountinfo_that_tells_nothing(machine: Machine) -> None:
     """Without a readable mountinfo every folder is refused and no SSD is found."""
     system = machine.system()
     system.mountinfo.unlink()
-    with pytest.raises(ConfigError, match="lies on no mount"):
+    with pytest.raises(ConfigError, match="is on no mount"):
         ssd_of(system, Path("/mnt/a"))
     assert all_ssds(system) == []
 
