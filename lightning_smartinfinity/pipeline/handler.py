@@ -382,7 +382,7 @@ class TransferHandler:
             self._device.when_written(partial(self._store.close, remove=False))
 
     def _prepare(self) -> None:
-        """Check that a step may begin, and adapt the tasklets' homes to measured bandwidth."""
+        """Check that a step may begin, and adapt the tasklets' assigned folders to measured bandwidth."""
         self._require_no_step()
         self.complete_record()
         self._store.require_usable()

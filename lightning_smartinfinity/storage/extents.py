@@ -108,17 +108,17 @@ class ExtentMap:
         return max((extent.nbytes for extent in self.extents[self.num_in_memory :]), default=0)
 
     @cached_property
-    def first_homes(self) -> NDArray[np.uint16]:
+    def first_assigned(self) -> NDArray[np.uint16]:
         """uint16[num_tasklets]: the device initially assigned to each tasklet; 0 for tasklets in memory."""
-        return self.homes(apportion([1.0] * self.num_devices, self.num_tasklets - self.num_in_memory))
+        return self.assigned(apportion([1.0] * self.num_devices, self.num_tasklets - self.num_in_memory))
 
-    def homes(self, counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint16]:
+    def assigned(self, counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint16]:
         """Return each tasklet's device, uint16[num_tasklets]: device ``i`` gets ``counts[i]`` tasklets on storage."""
         return np.concatenate([np.zeros(self.num_in_memory, np.uint16), interleave(counts)])
 
     def num_places(self, device: int) -> int:
         """Return the initial number of places in the file of ``device``."""
-        return self.places_per_tasklet * int((self.first_homes[self.num_in_memory :] == device).sum())
+        return self.places_per_tasklet * int((self.first_assigned[self.num_in_memory :] == device).sum())
 
     def file_bytes(self, device: int) -> int:
         """Return the initial size of the file of ``device``, in bytes."""

@@ -87,35 +87,35 @@ def next_placement(
     current: Placement,
     *,
     lying: NDArray[np.bool_],
-    homes: NDArray[np.uint16],
+    assigned: NDArray[np.uint16],
     capacities: Sequence[int],
     first: int = 0,
     in_place: bool = False,
     pinned: Sequence[Occupied] = (),
 ) -> Placement:
-    """Assign every tasklet a free place for the next generation: on its home device, or on another if that is full.
+    """Give every tasklet a free place in the next generation: on its assigned device, or on another if that is full.
 
     Args:
         current: Places of the current generation.
         lying: bool[num_tasklets]: which tasklets occupy their place; the others have never been written.
-        homes: uint16[num_tasklets], the preferred device of each tasklet.
+        assigned: uint16[num_tasklets], the assigned device of each tasklet.
         capacities: Number of places in each device's file.
         first: Index of the first tasklet on storage.
         in_place: Whether tasklets keep their places and are overwritten there. A tasklet on another device than its
-            home still moves to a free place at home. ``lying`` is then the same for all tasklets.
+            assigned device still moves to a free place there. ``lying`` is then the same for all tasklets.
         pinned: Other occupied places; only with ``in_place=False``.
 
     Returns:
         The places. With ``in_place=False``, none of them is currently occupied.
     """
     devices, positions = current.copy()
-    on_storage = np.arange(len(homes)) >= first
-    at_home = lying & (devices == homes)
-    moving = on_storage & ~at_home if in_place else on_storage
+    on_storage = np.arange(len(assigned)) >= first
+    is_there = lying & (devices == assigned)
+    moving = on_storage & ~is_there if in_place else on_storage
     free = _free_positions([Occupied(current, on_storage & lying), *pinned], capacities)
     homeless: list[int] = []
     for device, there in enumerate(free):
-        (takers,) = np.nonzero(moving & (homes == device))
+        (takers,) = np.nonzero(moving & (assigned == device))
         served, left = takers[: len(there)], takers[len(there) :]
         devices[served], positions[served] = device, there[: len(served)]
         free[device] = there[len(served) :]
@@ -132,22 +132,22 @@ def places_needed(
     current: Placement,
     *,
     lying: NDArray[np.bool_],
-    homes: NDArray[np.uint16],
+    assigned: NDArray[np.uint16],
     num_devices: int,
     first: int = 0,
     in_place: bool = False,
 ) -> list[int]:
-    """Return how many places each device's file needs so that every tasklet has a free one at home in every step.
+    """Return how many places each file needs so that each tasklet always has a free one on its assigned device.
 
     The arguments are those of :func:`next_placement`.
     """
-    on_storage = np.arange(len(homes)) >= first
+    on_storage = np.arange(len(assigned)) >= first
     needed = []
     for device in range(num_devices):
-        here, home = on_storage & lying & (current.devices == device), on_storage & (homes == device)
-        num_here, num_home, num_either = (int(np.count_nonzero(which)) for which in (here, home, here | home))
-        # The current generation occupies num_here places and the next one num_home. Later, both are at home.
-        needed.append(num_either if in_place else num_home + max(num_here, num_home))
+        here, there = on_storage & lying & (current.devices == device), on_storage & (assigned == device)
+        num_here, num_there, num_either = (int(np.count_nonzero(which)) for which in (here, there, here | there))
+        # The current generation occupies num_here places and the next one num_there. Later, both are there.
+        needed.append(num_either if in_place else num_there + max(num_here, num_there))
     return needed
 
 

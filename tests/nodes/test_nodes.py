@@ -262,12 +262,14 @@ def test_ten_kills_with_machines_in_changing_order(scratch: Path, attack: Attack
         code, output = launch(killed)
         assert code in (0, -signal.SIGKILL), output[-6000:]
         kills += code != 0
-        assert len(ranks_left(scratch)) <= 4, "more than what was interrupted, and one that is set aside"
+        assert len(ranks_left(scratch)) <= 4, "more than what was interrupted, and one that is archived"
     code, output = launch(replace(fit, made_up=[1, 0]))
     assert code == 0, output[-6000:]
     left = sorted((path.parent.name, path.name) for path in ranks_left(scratch))
     assert left == [("default.aside", "rank-00000"), ("default.aside", "rank-00001")]
-    attack("kill of two machines, whose order then changes", tries=kills, outcome="one is aside, nothing else is left")
+    attack(
+        "kill of two machines, whose order then changes", tries=kills, outcome="one is archived, nothing else is left"
+    )
 
 
 def ranks_left(scratch: Path) -> list[Path]:

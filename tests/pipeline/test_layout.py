@@ -87,7 +87,7 @@ def test_extents_fit_a_buffer_and_any_place(numel: int, tasklet_bytes: int, arra
     assert sum(counts) == 2 * len(layout.tasklets)
     assert max(counts) - min(counts) <= 2
     assert [extents.file_bytes(device) for device in range(devices)] == [n * extents.place_bytes for n in counts]
-    assert extents.first_homes.tolist() == [index % devices for index in range(len(layout.tasklets))]
+    assert extents.first_assigned.tolist() == [index % devices for index in range(len(layout.tasklets))]
 
 
 @given(layouts(), st.data())

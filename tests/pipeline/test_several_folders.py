@@ -69,7 +69,7 @@ def test_a_slow_folder_has_less_to_do(tmp_path: Path, durability: str) -> None:
         assert run.store.counts[0] <= 1 + num_tasklets * SLOW / (SLOW + FAST)
         assert steps(run, range(4, 6))[0] < 0.1
         written = run.store.tasklet_generations == run.handler.generation
-        assert np.array_equal(run.store.placement.devices[written], run.store.homes[written])
+        assert np.array_equal(run.store.placement.devices[written], run.store.assigned[written])
         device.rates[0] = FAST
         run.steps(range(6, 12))
         assert steps(run, range(12, 14))[0] > 0.4
@@ -88,11 +88,11 @@ def test_tasklets_that_cannot_move(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """If the device cannot move tasklets, they stay in their folders however slow these are."""
     monkeypatch.setattr("tests.pipeline.harness.HostDevice", Fixed)
     with running(tmp_path, Case(num_devices=2)) as run:
-        homes = run.store.placement.devices.copy()
+        assigned = run.store.placement.devices.copy()
         Throttle(run.device.pipeline, run.store.files[:1]).bytes_per_second = SLOW
         run.steps(range(4))
-        assert np.array_equal(run.store.placement.devices, homes)
-        assert np.array_equal(homes, np.arange(len(homes)) % 2)
+        assert np.array_equal(run.store.placement.devices, assigned)
+        assert np.array_equal(assigned, np.arange(len(assigned)) % 2)
 
 
 @pytest.mark.parametrize(

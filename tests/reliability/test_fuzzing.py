@@ -63,8 +63,8 @@ def fuzz_store(
     originals = {file.name: file.read_bytes() for file in store.iterdir()}
 
     def attempt(random: Random) -> None:
-        for aside in store.glob("*.aside"):
-            aside.unlink()
+        for archived in store.glob("*.aside"):
+            archived.unlink()
         for file, content in originals.items():
             (store / file).write_bytes(content)
         (store / name).write_bytes(change(originals[name], random))

@@ -57,7 +57,7 @@ def test_a_job_in_use(tmp_path: Path) -> None:
 
 
 def test_a_dead_job_is_removed(tmp_path: Path) -> None:
-    """State, what was set aside and the folders go; other jobs stay."""
+    """State, what was archived and the folders go; other jobs stay."""
     left(tmp_path, 0, 0)
     left(tmp_path, 0, job="other")
     (tmp_path / "default/rank-00000/manifest.json.1.aside").write_text("damaged")
@@ -75,7 +75,7 @@ def test_files_of_something_else_stay(tmp_path: Path) -> None:
     assert [path.name for path in mine.parent.iterdir()] == ["mine"]
 
 
-def test_only_manifests_that_were_set_aside_are_removed(tmp_path: Path) -> None:
+def test_only_manifests_that_were_archived_are_removed(tmp_path: Path) -> None:
     """A file of the user with a similar name stays."""
     left(tmp_path, 0)
     folder = tmp_path / "default/rank-00000"

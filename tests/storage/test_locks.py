@@ -150,7 +150,7 @@ def test_a_damaged_lock_is_still_held(tmp_path: Path, monkeypatch: pytest.Monkey
     """Two processes find a damaged lock: the first to lock it goes on, and the other one is told of it."""
     lock = left(tmp_path)
     lock.write_bytes(b"\xff\xff\n")
-    real, met = OpenFolder.aside, []
+    real, met = OpenFolder.archive_name, []
 
     def meanwhile(folder: OpenFolder, name: str) -> str:
         with pytest.raises(StorageLockedError):
@@ -158,7 +158,7 @@ def test_a_damaged_lock_is_still_held(tmp_path: Path, monkeypatch: pytest.Monkey
         met.append(name)
         return real(folder, name)
 
-    monkeypatch.setattr(OpenFolder, "aside", meanwhile)
+    monkeypatch.setattr(OpenFolder, "archive_name", meanwhile)
     with created([tmp_path]):
         assert met == ["lock"]
         with pytest.raises(StorageLockedError, match=f"process {os.getpid()}"):

@@ -293,7 +293,7 @@ def test_a_leftover_of_a_newer_version(
     assert main(["scrub", str(tmp_path), "--quiet"]) == 2
 
 
-def test_a_damaged_leftover_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_leftover_is_archived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The manifest of a job that nobody kept does not hinder the next one: it is renamed, and one log line says so."""
     for number in (1, 2):
         folder = leftover(tmp_path)

@@ -28,21 +28,21 @@ def places(placement: Placement, tasklets: Sequence[int] | None = None) -> set[t
 def test_no_generation_takes_a_pinned_place(data: st.DataObject) -> None:
     """With three places for each tasklet every later generation finds places, and none that is still pinned."""
     num_devices = data.draw(st.integers(1, 3))
-    homes = np.array(data.draw(st.lists(st.integers(0, num_devices - 1), min_size=1, max_size=9)), np.uint16)
-    count = len(homes)
+    assigned = np.array(data.draw(st.lists(st.integers(0, num_devices - 1), min_size=1, max_size=9)), np.uint16)
+    count = len(assigned)
     lying = np.ones(count, np.bool_)
     nowhere = Placement(np.zeros(count, np.uint16), np.zeros(count, np.uint32))
     many = [2 * count] * num_devices
-    current = next_placement(nowhere, lying=~lying, homes=np.roll(homes, 1), capacities=many)
+    current = next_placement(nowhere, lying=~lying, assigned=np.roll(assigned, 1), capacities=many)
     numbers = np.zeros(count, np.int64)
     pin = Pin(CommitRecord(generation=0, placement=current, tasklet_generations=numbers, steps=numbers[:1]))
-    needed = places_needed(current, lying=lying, homes=homes, num_devices=num_devices)
+    needed = places_needed(current, lying=lying, assigned=assigned, num_devices=num_devices)
     here = np.bincount(current.devices, minlength=num_devices)
     used = int(max(current.positions)) + 1
     room = [max(used, both + int(pinned)) for both, pinned in zip(needed, here, strict=True)]
     held = set(range(count))
     for _ in range(4):
-        following = next_placement(current, lying=lying, homes=homes, capacities=room, pinned=[pin.occupied])
+        following = next_placement(current, lying=lying, assigned=assigned, capacities=room, pinned=[pin.occupied])
         assert len(places(following)) == count
         assert not places(following) & places(current)
         assert not places(following) & places(pin.record.placement, sorted(held))
@@ -53,8 +53,8 @@ def test_no_generation_takes_a_pinned_place(data: st.DataObject) -> None:
         held -= released
 
 
-def test_a_pin_grows_the_files_and_keeps_homes(tmp_path: Path) -> None:
-    """Files have three places for each tasklet afterwards; homes change again once the pin is released."""
+def test_a_pin_grows_the_files_and_keeps_assigned_folders(tmp_path: Path) -> None:
+    """Files have three places for each tasklet afterwards; assigned folders change again once the pin is released."""
     folders = [tmp_path / "a", tmp_path / "b"]
     with created(folders) as store:
         commit_generation(store, 0)

@@ -39,17 +39,17 @@ def test_counts_are_in_proportion(weights: list[float], count: int) -> None:
 @given(st.integers(1, 6), st.integers(0, 50))
 def test_equal_weights_are_dealt_round_robin(devices: int, count: int) -> None:
     """With equal weights, as at the start, tasklets go to the devices in turn."""
-    homes = interleave(apportion([1.0] * devices, count))
-    assert homes.tolist() == [index % devices for index in range(count)]
+    assigned = interleave(apportion([1.0] * devices, count))
+    assert assigned.tolist() == [index % devices for index in range(count)]
 
 
 @given(counts_of_devices)
 def test_any_run_of_tasklets_keeps_all_devices_busy(counts: list[int]) -> None:
     """In any prefix of the tasklets each device has its share, but for rounding."""
-    homes, total = interleave(counts), sum(counts)
-    assert np.bincount(homes, minlength=len(counts)).tolist() == counts
+    assigned, total = interleave(counts), sum(counts)
+    assert np.bincount(assigned, minlength=len(counts)).tolist() == counts
     for device, count in enumerate(counts):
-        had = np.cumsum(homes == device)
+        had = np.cumsum(assigned == device)
         share = count / max(total, 1) * np.arange(1, total + 1)
         assert np.abs(had - share).max(initial=0) <= 1 + len(counts) / 2
 
@@ -60,7 +60,7 @@ class Situation:
 
     current: Placement
     lying: NDArray[np.bool_]
-    homes: NDArray[np.uint16]
+    assigned: NDArray[np.uint16]
     capacities: list[int]
     first: int
     in_place: bool
@@ -69,7 +69,7 @@ class Situation:
         return next_placement(
             self.current,
             lying=self.lying,
-            homes=self.homes,
+            assigned=self.assigned,
             capacities=self.capacities,
             first=self.first,
             in_place=self.in_place,
@@ -77,7 +77,7 @@ class Situation:
 
     def places(self, placement: Placement, *, lying: bool = False) -> dict[int, tuple[int, int]]:
         """Return the places of the tasklets on storage, by index."""
-        chosen = [i for i in range(self.first, len(self.homes)) if self.lying[i] or not lying]
+        chosen = [i for i in range(self.first, len(self.assigned)) if self.lying[i] or not lying]
         return {i: (int(placement.devices[i]), int(placement.positions[i])) for i in chosen}
 
 
@@ -88,7 +88,7 @@ def situations(draw: st.DrawFn) -> Situation:
     random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     in_place = draw(st.booleans())
     first = draw(st.integers(0, num_tasklets)) if in_place else 0
-    homes, lies_on = (random.integers(0, devices, num_tasklets).astype(np.uint16) for _ in range(2))
+    assigned, lies_on = (random.integers(0, devices, num_tasklets).astype(np.uint16) for _ in range(2))
     capacities = [(1 if in_place else 2) * int((lies_on[first:] == device).sum()) for device in range(devices)]
     capacities[int(random.integers(devices))] += draw(st.integers(0, 5))
     positions = np.zeros(num_tasklets, np.uint32)
@@ -96,13 +96,13 @@ def situations(draw: st.DrawFn) -> Situation:
         (there,) = np.nonzero(lies_on[first:] == device)
         positions[there + first] = random.permutation(capacities[device])[: len(there)]
     lying = random.random(num_tasklets) < draw(st.sampled_from([0.0, 1.0] if in_place else [0.0, 0.7, 1.0]))
-    return Situation(Placement(lies_on, positions), lying, homes, capacities, first, in_place)
+    return Situation(Placement(lies_on, positions), lying, assigned, capacities, first, in_place)
 
 
 @settings(max_examples=300)
 @given(situations())
-def test_next_places_are_free_and_at_home(situation: Situation) -> None:
-    """Places are distinct and free, and in the tasklet's home file unless that is full.
+def test_next_places_are_free_and_in_assigned_folders(situation: Situation) -> None:
+    """Places are distinct and free, and in the file of the assigned folder unless that is full.
 
     With two places no extent on storage is overwritten.
     """
@@ -113,29 +113,29 @@ def test_next_places_are_free_and_at_home(situation: Situation) -> None:
     for index, place in taken.items():
         assert place not in held.values() or (situation.in_place and held.get(index) == place)
     for index, (device, _) in taken.items():
-        home = int(situation.homes[index])
-        if device != home:
-            used = {position for lies_on, position in (*taken.values(), *held.values()) if lies_on == home}
-            assert len(used) == situation.capacities[home], "a tasklet is away from home although there is room"
+        wanted = int(situation.assigned[index])
+        if device != wanted:
+            used = {position for lies_on, position in (*taken.values(), *held.values()) if lies_on == wanted}
+            assert len(used) == situation.capacities[wanted], "a tasklet is elsewhere although there is room"
 
 
 @settings(max_examples=300)
 @given(situations())
-def test_with_the_places_needed_everybody_is_at_home(situation: Situation) -> None:
-    """With the places that it needs, every tasklet goes to its home file, now and in the next generation."""
+def test_with_the_places_needed_each_tasklet_is_in_its_assigned_folder(situation: Situation) -> None:
+    """With the places that it needs, every tasklet goes to its assigned folder, now and next."""
     needed = places_needed(
         situation.current,
         lying=situation.lying,
-        homes=situation.homes,
+        assigned=situation.assigned,
         num_devices=len(situation.capacities),
         first=situation.first,
         in_place=situation.in_place,
     )
     capacities = [max(pair) for pair in zip(needed, situation.capacities, strict=True)]
-    lying = np.ones(len(situation.homes), np.bool_)
+    lying = np.ones(len(situation.assigned), np.bool_)
     for _ in range(2):
         placement = replace(situation, capacities=capacities).next()
-        assert np.array_equal(placement.devices[situation.first :], situation.homes[situation.first :])
+        assert np.array_equal(placement.devices[situation.first :], situation.assigned[situation.first :])
         situation = replace(situation, current=placement, lying=lying)
 
 

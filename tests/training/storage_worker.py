@@ -34,7 +34,7 @@ from lightning_smartinfinity.storage.records.training_record import TrainingReco
 from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
 from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.setup import open_storage as storage
-from lightning_smartinfinity.zero3.setup import rank_migration as succession
+from lightning_smartinfinity.zero3.setup import rank_migration
 from tests.helpers.interrupted_runs import kill_later, launch_run, state_digest
 from tests.helpers.nodes import become_node, mount_own
 from tests.helpers.trainers import quiet_trainer
@@ -311,7 +311,7 @@ def note_load(run: StorageRun) -> None:
 
 CHANGE: dict[str, tuple[Any, str]] = {
     "way made": (storage, "_create_store"),
-    "fill": (succession._Sources, "read"),
+    "fill": (rank_migration._Sources, "read"),
     "first record": (StateStore, "record_training"),
     "removal": (RankFolder, "destroy"),
 }

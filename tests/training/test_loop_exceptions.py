@@ -153,7 +153,7 @@ def test_what_is_left_of_broken_fits(
 
 
 def test_a_fit_after_a_broken_one_leaves_nothing_of_its_own(tmp_path: Path) -> None:
-    """The state of a fit that has come to its end is removed; what an earlier one left is set aside."""
+    """The state of a fit that has come to its end is removed; what an earlier one left is archived."""
     with pytest.raises(Broken):
         quiet_trainer(tmp_path).fit(Breaking("backward"))
     trainer = quiet_trainer(tmp_path)

@@ -17,7 +17,7 @@ from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.storage.jobs.trainings import trainings_in
 from lightning_smartinfinity.storage.state import space
 from lightning_smartinfinity.storage.state.parts import find_parts
-from lightning_smartinfinity.zero3.setup import rank_migration as succession
+from lightning_smartinfinity.zero3.setup import rank_migration
 from tests.helpers.attacks import Attack
 from tests.training.storage_worker import CHANGE, StorageRun, end_of, fit, launch, steps_of
 
@@ -230,10 +230,10 @@ def test_a_process_that_cannot_reach_a_part(left: Path) -> None:
     parts = find_parts([left / "storage0", left / "storage1"], ["default"])
     (training,) = trainings_in(parts, "default")
     lost = next(part for part in parts if part.rank == 1 and part.device == 1)
-    whole = succession._folders_here(training, parts, rank=2)
+    whole = rank_migration._folders_here(training, parts, rank=2)
     assert whole == ((left / "storage0", left / "storage1"),) * 2
     with pytest.raises(StorageError) as caught:
-        succession._folders_here(training, [part for part in parts if part != lost], rank=2)
+        rank_migration._folders_here(training, [part for part in parts if part != lost], rank=2)
     assert f"Rank 2 cannot reach {str(lost.path)!r}" in str(caught.value)
     assert "Resume with 2 processes, save a checkpoint, and resume from that" in caught.value.remedy
 

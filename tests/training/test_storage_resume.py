@@ -226,7 +226,7 @@ def test_weights_written_at_each_step(tmp_path: Path) -> None:
         trainers.fit(LitTiny(Recipe()), tmp_path, max_steps=3, callbacks=[WritesWeights()])
 
 
-def test_a_new_fit_sets_a_resumable_one_aside(straight: Path, tmp_path: Path) -> None:
+def test_a_new_fit_archives_a_resumable_one(straight: Path, tmp_path: Path) -> None:
     """A fit that does not resume moves the store to another job, which can be resumed."""
     folder = tmp_path / "run"
     assert run(folder, kill_at="kill at batch end", kill_step=5)[0] != 0

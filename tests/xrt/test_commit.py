@@ -33,8 +33,10 @@ class Watched:
         self._before = run.handler.traffic()
 
     def sync(self) -> None:
-        homes, extents = self._run.store.homes, self._run.layout.extents.extents
-        expected = sum(extent.nbytes for extent, home in zip(extents, homes, strict=True) if home == self._number)
+        assigned, extents = self._run.store.assigned, self._run.layout.extents.extents
+        expected = sum(
+            extent.nbytes for extent, device in zip(extents, assigned, strict=True) if device == self._number
+        )
         written = (self._run.handler.traffic() - self._before).folders[self._number].write_bytes
         self._events.append(f"flush {self._number}" + ("" if written == expected else " too early"))
         if self.fails:

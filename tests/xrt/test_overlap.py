@@ -91,8 +91,8 @@ def test_parameters_come_first_and_state_is_written_beside_the_next_run(
 def test_a_card_goes_on_while_another_is_held(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """All of one card's tasklets are computed, and their state written, while the other's first kernel is held."""
     with running(tmp_path / "card", CASE.but(num_devices=2), device=cards(emulated_cards.build.xclbin)) as run:
-        before, homes = run.handler.traffic(), run.store.homes
-        extents = [extent.nbytes for extent, home in zip(run.layout.extents.extents, homes, strict=True) if home]
+        before, assigned = run.handler.traffic(), run.store.assigned
+        extents = [extent.nbytes for extent, device in zip(run.layout.extents.extents, assigned, strict=True) if device]
         emulated_cards.inject("hang", card=0)
         run.handler.begin_step(run.collect(1))
         emulated_cards.wait_for("run-hung", card=0)

@@ -165,21 +165,21 @@ def update_on_host(
     """
     queues = [Pool(simulation, depth) for _ in lanes]
     compute = Pool(simulation, 1)
-    homes = layout.extents.first_homes
+    assigned = layout.extents.first_assigned
     tasklets = layout.tasklets
 
     def read(number: int) -> Process:
         tasklet = tasklets[number]
         nbytes = tasklet.extent_bytes - workload.skipped_bytes(tasklet.numel)
-        home = homes[number]
-        yield queues[home].push(_in_turn(simulation, (lanes[home].load, nbytes)))
+        device = assigned[number]
+        yield queues[device].push(_in_turn(simulation, (lanes[device].load, nbytes)))
 
     def update(number: int) -> Process:
         yield compute.push(_in_turn(simulation, (host.update, tasklets[number].numel)))
 
     def write(number: int) -> Process:
-        home = homes[number]
-        yield queues[home].push(_in_turn(simulation, (lanes[home].store, tasklets[number].extent_bytes)))
+        device = assigned[number]
+        yield queues[device].push(_in_turn(simulation, (lanes[device].store, tasklets[number].extent_bytes)))
 
     return SimulatedBatch(
         simulation,
@@ -191,7 +191,7 @@ def update_on_host(
 
 def tasklets_of_device(layout: PartitionLayout, device: int) -> list[TaskletSlice]:
     """Return the tasklets that are assigned to a device."""
-    return [layout.tasklets[index] for index in np.flatnonzero(layout.extents.first_homes == device)]
+    return [layout.tasklets[index] for index in np.flatnonzero(layout.extents.first_assigned == device)]
 
 
 def _gradient_way(lane: Lane, route: Route, nbytes: float) -> list[tuple[Path, float]]:

@@ -21,7 +21,7 @@ from lightning_smartinfinity.storage.io.os_errors import storage_errors
 __all__ = [
     "KEPT",
     "LOCK_NAME",
-    "SET_ASIDE",
+    "ARCHIVED",
     "SUCCESSOR",
     "FolderLock",
     "acquire",
@@ -36,8 +36,8 @@ __all__ = [
 LOCK_NAME = "lock"
 KEPT = "keep"
 """Note in the lock of a store that a later job must leave alone."""
-SET_ASIDE = "aside"
-"""Note in the lock of a store that was set aside, until a training resumes from it."""
+ARCHIVED = "aside"
+"""Note in the lock of an archived store, until a training resumes from it."""
 SUCCESSOR = "successor-"
 """Prefix of a further note in such a lock: the job id of stores for another number of ranks, filled from that store."""
 
@@ -235,7 +235,7 @@ def _acquire(folder: OpenFolder, leftover: Callable[[], bool]) -> tuple[int, fro
             except StorageCorruptError:
                 if len(content) == _MOST_BYTES or not leftover():
                     raise
-                _copy_aside(folder, content)
+                _copy_to_archive(folder, content)
                 pid, notes = None, frozenset()
             _write(descriptor, notes)
             if pid is None:
@@ -246,12 +246,12 @@ def _acquire(folder: OpenFolder, leftover: Callable[[], bool]) -> tuple[int, fro
     return descriptor, notes
 
 
-def _copy_aside(folder: OpenFolder, content: bytes) -> None:
+def _copy_to_archive(folder: OpenFolder, content: bytes) -> None:
     """Copy a damaged lock's content to another name; the file itself stays, because it is locked."""
-    aside = folder.aside(LOCK_NAME)
-    with open(folder.create(aside), "wb") as file:
+    archived = folder.archive_name(LOCK_NAME)
+    with open(folder.create(archived), "wb") as file:
         file.write(content)
-    _log.warning("%r is damaged and was copied to %r; it begins anew.", str(folder.path / LOCK_NAME), aside)
+    _log.warning("%r is damaged and was copied to %r; it begins anew.", str(folder.path / LOCK_NAME), archived)
 
 
 def _write(descriptor: int, notes: Iterable[str]) -> None:

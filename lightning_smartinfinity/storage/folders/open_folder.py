@@ -21,10 +21,10 @@ from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.storage.folders.replacement import flush_open
 from lightning_smartinfinity.storage.io.files import transfer_all
 
-__all__ = ["ASIDE", "OpenFolder", "Trust"]
+__all__ = ["ARCHIVE", "OpenFolder", "Trust"]
 
-ASIDE = ".aside"
-"""Suffix of the names of damaged files that were set aside, and of jobs whose trainings were."""
+ARCHIVE = ".aside"
+"""Suffix of the names of damaged files that were archived, and of jobs whose trainings were."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A pipe would block without O_NONBLOCK.
@@ -197,10 +197,10 @@ class OpenFolder:
         """Return the names of everything in the folder."""
         return sorted(os.listdir(self.descriptor))
 
-    def aside(self, name: str) -> str:
+    def archive_name(self, name: str) -> str:
         """Return a free name under which to keep a damaged file of this name: ``<name>.<n>.aside``."""
         taken = set(self.names())
-        return next(new for number in range(1, len(taken) + 2) if (new := f"{name}.{number}{ASIDE}") not in taken)
+        return next(new for number in range(1, len(taken) + 2) if (new := f"{name}.{number}{ARCHIVE}") not in taken)
 
     def flush(self) -> None:
         """Flush the folder's entries, so that they survive a power loss."""

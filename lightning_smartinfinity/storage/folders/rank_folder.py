@@ -12,16 +12,16 @@ from typing import TypeVar
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.storage.folders.lock import (
+    ARCHIVED,
     KEPT,
     LOCK_NAME,
-    SET_ASIDE,
     SUCCESSOR,
     FolderLock,
     reading,
     remove_unlocked,
 )
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, manifest_content, read_manifest
-from lightning_smartinfinity.storage.folders.open_folder import ASIDE, OpenFolder, Trust
+from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE, OpenFolder, Trust
 from lightning_smartinfinity.storage.folders.replacement import flush, flush_names
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
@@ -48,7 +48,7 @@ _RECORD_NAMES = (COMMIT_NAME, *TRAINING_NAMES, *(name + _NEW for name in TRAININ
 OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, MANIFEST_NAME + _NEW)
 """Names of the files in a rank's folder, except its lock. Only the first folder has records."""
 
-_SET_ASIDE = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ASIDE)}")
+_ARCHIVED = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ARCHIVE)}")
 _MAKE_ATTEMPTS = 16
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ class RankFolder:
         return False
 
     def remove_leftover(self) -> None:
-        """Delete the store of an earlier process, if there is one; a damaged manifest of it is set aside.
+        """Delete the store of an earlier process, if there is one; a damaged manifest of it is archived.
 
         Raises:
             StorageError: This package did not make a file that is in the way, or a file cannot be deleted.
@@ -172,13 +172,13 @@ class RankFolder:
             owned = owned_names(self.inside, self._lock.notes, manifest)
             self._refuse_foreign(owned)
             if manifest is None and MANIFEST_NAME in owned:
-                self._set_aside(MANIFEST_NAME)
+                self._archive(MANIFEST_NAME)
             for name in owned:
                 self.inside.remove(name)
             self._lock.erase()
 
-    def mark_aside(self, *, successor: bytes | None = None) -> None:
-        """Mark the store there as set aside, to be replaced by the next one set aside. :meth:`adopt` erases the mark.
+    def mark_archived(self, *, successor: bytes | None = None) -> None:
+        """Mark the store there as archived, to be replaced by the next one archived. :meth:`adopt` erases the mark.
 
         Args:
             successor: Job id of the stores that are to be filled from it, if there are any.
@@ -187,13 +187,13 @@ class RankFolder:
             StorageError: The lock cannot be written.
         """
         if successor is None:
-            self._lock.note(SET_ASIDE)
+            self._lock.note(ARCHIVED)
         else:
-            self._forget_aside()
-            self._lock.note(SET_ASIDE, f"{SUCCESSOR}{successor.hex()}")
+            self._forget_archived()
+            self._lock.note(ARCHIVED, f"{SUCCESSOR}{successor.hex()}")
 
-    def _forget_aside(self) -> None:
-        notes = [note for note in self._lock.notes if note == SET_ASIDE or note.startswith(SUCCESSOR)]
+    def _forget_archived(self) -> None:
+        notes = [note for note in self._lock.notes if note == ARCHIVED or note.startswith(SUCCESSOR)]
         if notes:
             self._lock.erase(*notes)
 
@@ -232,7 +232,7 @@ class RankFolder:
             StorageError: The lock cannot be written.
         """
         self._lock.note(*owned_names(self.inside, (), manifest))
-        self._forget_aside()
+        self._forget_archived()
 
     def allocate(self, name: str, num_bytes: int) -> Path:
         """Create a file whose blocks are all reserved and read as zeros.
@@ -341,7 +341,7 @@ class RankFolder:
         self._remove_made_folders()
 
     def destroy(self) -> None:
-        """Delete the store there, its files that were set aside, and the folders if they are then empty; unlock.
+        """Delete the store there, its files that were archived, and the folders if they are then empty; unlock.
 
         Raises:
             StorageError: A file cannot be deleted.
@@ -352,7 +352,7 @@ class RankFolder:
                     self._lock.note(*owned_names(self.inside, (), read_manifest(self.inside)))
             self.disown()
             for name in self.inside.names():
-                if name in self._lock.notes.intersection(OUR_NAMES) or _SET_ASIDE.fullmatch(name):
+                if name in self._lock.notes.intersection(OUR_NAMES) or _ARCHIVED.fullmatch(name):
                     self.inside.remove(name)
         self.close(remove=True)
 
@@ -409,13 +409,13 @@ class RankFolder:
                     "Remove it if it is no longer needed, or choose another TransferConfig(job=...).",
                 )
 
-    def _set_aside(self, name: str) -> None:
-        aside = self.inside.aside(name)
-        self.inside.rename(name, aside)
+    def _archive(self, name: str) -> None:
+        archived = self.inside.archive_name(name)
+        self.inside.rename(name, archived)
         _log.warning(
             "%r, left by an earlier job, is damaged and was renamed to %r; the state next to it was removed.",
             str(self.path / name),
-            aside,
+            archived,
         )
 
     def _expect(self, *names: str) -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from lightning_smartinfinity.errors import StorageError, StorageLockedError
 from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
-from lightning_smartinfinity.storage.jobs.setting_aside import Plan
+from lightning_smartinfinity.storage.jobs.archiving import Plan
 from lightning_smartinfinity.storage.state.parts import Part, look_at
 
 __all__ = ["Mover"]
@@ -57,7 +57,7 @@ class Mover:
             StorageError: A file cannot be deleted, or something that this package did not make is in the way.
         """
         for folder in self._deleted:
-            folder.mark_aside()  # so that after a kill the rest can be replaced, too
+            folder.mark_archived()  # so that after a kill the rest can be replaced, too
         for folder in self._deleted:
             folder.destroy()
         for folder in self._moved:
@@ -75,8 +75,8 @@ class Mover:
             StorageError: A part could not be moved. The next start moves those that are left.
         """
         for folder in self._moved:
-            if self._plan.aside:
-                folder.mark_aside(successor=self._plan.successor)
+            if self._plan.archives:
+                folder.mark_archived(successor=self._plan.successor)
             folder.move(self._plan.job)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from itertools import product
 from pathlib import Path
 
-from lightning_smartinfinity.storage.folders.open_folder import ASIDE
+from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE
 from lightning_smartinfinity.storage.state.parts import Part, Point
 
 __all__ = ["Condition", "Training", "jobs_beside", "movers_of", "trainings_in"]
@@ -58,7 +58,7 @@ class Training:
 
 def jobs_beside(job: str) -> list[str]:
     """Return the jobs that may hold parts of a job's training: itself, and those that parts are moved to or from."""
-    return [job, f"{job}{ASIDE}", *([job.removesuffix(ASIDE)] if job.endswith(ASIDE) and job != ASIDE else [])]
+    return [job, f"{job}{ARCHIVE}", *([job.removesuffix(ARCHIVE)] if job.endswith(ARCHIVE) and job != ARCHIVE else [])]
 
 
 def trainings_in(parts: Iterable[Part], job: str, other: str | None = None) -> list[Training]:

@@ -75,7 +75,7 @@ def claim_folders(folders: Sequence[Path], *, job: str, rank: int, create: bool,
 
 
 def clear_folders(folders: Sequence[RankFolder]) -> None:
-    """Delete the leftover of an earlier process; callers set a training that can be resumed aside first.
+    """Delete the leftover of an earlier process; callers archive a training that can be resumed first.
 
     Raises:
         StorageError: A store there is marked ``keep``, and nothing was deleted; or this package did not make a file

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.errors import StorageCorruptError
-from lightning_smartinfinity.storage.folders.lock import KEPT, SET_ASIDE, is_locked, read_lock, successor_in
+from lightning_smartinfinity.storage.folders.lock import ARCHIVED, KEPT, is_locked, read_lock, successor_in
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, open_rank_folder, owned_names
@@ -48,7 +48,7 @@ class Part:
         device: Index of the storage folder among those of the rank.
         folders: Storage folders of the rank.
         kept: Whether the store is marked ``keep``.
-        is_aside: Whether it was set aside, and no training has been resumed from it since.
+        is_archived: Whether it was archived, and no training has been resumed from it since.
         successor: Job id of the stores for another number of ranks that are filled from it, or None.
         points: Points at which the rank can be resumed according to its records; only in its first folder.
         is_damaged: Whether a damaged manifest or record may hide steps that no point shows.
@@ -65,7 +65,7 @@ class Part:
     device: int = 0
     folders: tuple[str, ...] = ()
     kept: bool = False
-    is_aside: bool = False
+    is_archived: bool = False
     successor: bytes | None = None
     points: frozenset[Point] = frozenset()
     is_damaged: bool = False
@@ -150,7 +150,7 @@ def look_at(folder: OpenFolder) -> Part:
         path=folder.path,
         rank=rank,
         kept=KEPT in notes,
-        is_aside=SET_ASIDE in notes,
+        is_archived=ARCHIVED in notes,
         successor=successor_in(notes),
         is_damaged=is_damaged,
         num_bytes=sum(status.st_blocks * 512 for status in sizes if status is not None),

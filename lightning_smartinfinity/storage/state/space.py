@@ -78,7 +78,7 @@ class SpaceRequest:
         needed_bytes: Bytes that this rank will allocate there.
         free_bytes: Bytes available to the rank there.
         reclaimable_bytes: Bytes of a leftover store there, which is deleted first.
-        resumable_bytes: Bytes of an interrupted training there, which is set aside first.
+        resumable_bytes: Bytes of an interrupted training there, which is archived first.
         what: Name of the data that needs the space.
     """
 

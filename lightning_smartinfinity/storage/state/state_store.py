@@ -60,7 +60,7 @@ class StateStore:
         self._unusable: StorageError | None = None
         self._pins: list[Pin] = []
         self._commit_bytes = 0
-        self._homes = manifest.extents.first_homes if record.generation < 0 else record.placement.devices
+        self._assigned = manifest.extents.first_assigned if record.generation < 0 else record.placement.devices
         self._capacities = Capacities(folders, manifest.extents, ranks=manifest.world_size)
         self.files = tuple(open_state_file(folder.inside, STATE_NAME, direct_io) for folder in folders)
         self._io_timeout = io_timeout
@@ -106,14 +106,14 @@ class StateStore:
         return self._record.placement
 
     @property
-    def homes(self) -> NDArray[np.uint16]:
+    def assigned(self) -> NDArray[np.uint16]:
         """uint16[num_tasklets]: the device that each tasklet is written to if its file has a free place."""
-        return self._homes
+        return self._assigned
 
     @property
     def counts(self) -> list[int]:
-        """Number of tasklets on storage whose home is each device."""
-        on_storage = self._homes[self.extents.num_in_memory :]
+        """Number of tasklets on storage that are assigned to each device."""
+        on_storage = self._assigned[self.extents.num_in_memory :]
         return [int((on_storage == device).sum()) for device in range(self.extents.num_devices)]
 
     @property
@@ -140,7 +140,7 @@ class StateStore:
         return next_placement(
             self.placement,
             lying=self.tasklet_generations >= 0,
-            homes=self._homes,
+            assigned=self._assigned,
             capacities=list(self._capacities),
             first=extents.num_in_memory,
             in_place=extents.places_per_tasklet == 1,
@@ -169,7 +169,7 @@ class StateStore:
         """
         assert self.extents.places_per_tasklet > 1 and self.generation >= 0
         here = np.bincount(self.placement.devices, minlength=self.extents.num_devices)
-        wanted = [both + int(pinned) for both, pinned in zip(self._places_needed(self._homes), here, strict=True)]
+        wanted = [both + int(pinned) for both, pinned in zip(self._places_needed(self._assigned), here, strict=True)]
         with io_limit(self._io_timeout):
             limited("Extending", self._folders[0].path / STATE_NAME, self._capacities.make_room, wanted)
 
@@ -177,11 +177,11 @@ class StateStore:
         self._pins = [pin for pin in self._pins if pin.occupied.held.any()]
         return self._pins
 
-    def _places_needed(self, homes: NDArray[np.uint16]) -> list[int]:
+    def _places_needed(self, assigned: NDArray[np.uint16]) -> list[int]:
         return places_needed(
             self.placement,
             lying=self.tasklet_generations >= 0,
-            homes=homes,
+            assigned=assigned,
             num_devices=self.extents.num_devices,
             first=self.extents.num_in_memory,
             in_place=self.extents.places_per_tasklet == 1,
@@ -192,23 +192,23 @@ class StateStore:
         self._capacities.restore([self.extents.places_per_tasklet * count for count in self.counts])
 
     def spread(self, counts: Sequence[int] | NDArray[np.int64]) -> bool:
-        """Change how many tasklets have their home on each device; extend files as needed. Between generations only.
+        """Change how many tasklets are assigned to each device; extend files as needed. Between generations only.
 
         Args:
             counts: Number of tasklets of each device; their sum is the number of tasklets on storage.
 
         Returns:
-            Whether homes have changed. They stay if the file systems have too little room, or while a generation is
-            pinned.
+            Whether assignments have changed. They stay if the file systems have too little room, or while a generation
+            is pinned.
         """
         if self._live_pins():
             return False
-        homes = self.extents.homes(counts)
-        wanted = self._places_needed(homes)
+        assigned = self.extents.assigned(counts)
+        wanted = self._places_needed(assigned)
         with io_limit(self._io_timeout):
             if not limited("Extending", self._folders[0].path / STATE_NAME, self._capacities.grow, wanted):
                 return False
-        self._homes = homes
+        self._assigned = assigned
         return True
 
     def require_usable(self) -> None:

@@ -1,4 +1,4 @@
-"""Moves an interrupted training aside: all ranks move their parts, or none does."""
+"""Archives an interrupted training: all ranks move their parts, or none does."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.storage import SpaceRequest
-from lightning_smartinfinity.storage.folders.open_folder import ASIDE
+from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE
 from lightning_smartinfinity.storage.io.deadlines import in_time, io_limit
 from lightning_smartinfinity.storage.io.files import limited
+from lightning_smartinfinity.storage.jobs.archiving import Plan, plan_archiving, plan_putting_together
 from lightning_smartinfinity.storage.jobs.mover import Mover
-from lightning_smartinfinity.storage.jobs.setting_aside import Plan, plan_putting_together, plan_setting_aside
 from lightning_smartinfinity.storage.jobs.trainings import jobs_beside
 from lightning_smartinfinity.storage.state.parts import Part, find_parts
 from lightning_smartinfinity.storage.state.space import measure_parts
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
-__all__ = ["carry_out", "look_aside", "put_together", "seen_parts", "set_aside", "space_of"]
+__all__ = ["carry_out", "plan_moves", "put_together", "seen_parts", "archive", "space_of"]
 
 _log = logging.getLogger(__name__)
 
 
-def look_aside(settings: OffloadSettings, group: ProcessGroup | None) -> Plan:
+def plan_moves(settings: OffloadSettings, group: ProcessGroup | None) -> Plan:
     """Plan the moves that are needed before a new training begins; nothing changes yet. Collective.
 
     Raises:
         StorageError: The job's folders hold something that must stay; raised on every rank.
     """
     job = settings.transfer.job
-    return plan_setting_aside(
-        seen_parts(settings, [job, f"{job}{ASIDE}"], group),
+    return plan_archiving(
+        seen_parts(settings, [job, f"{job}{ARCHIVE}"], group),
         job=job,
         folders=gather([folder.absolute() for folder in settings.storage], group),
     )
@@ -53,8 +53,8 @@ def space_of(plan: Plan, rank: int) -> list[SpaceRequest]:
     ]
 
 
-def set_aside(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None) -> None:
-    """Carry out a plan of :func:`look_aside`: all ranks move their parts, or none does. Collective.
+def archive(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None) -> None:
+    """Carry out a plan of :func:`plan_moves`: all ranks move their parts, or none does. Collective.
 
     Raises:
         StorageError: A part cannot be moved; raised on every rank.
@@ -67,7 +67,7 @@ def set_aside(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None)
 
 
 def _told(plan: Plan) -> str:
-    """Return the message to users about a training that was set aside."""
+    """Return the message to users about a training that was archived."""
     path, job = str(plan.moved[0][1].path), plan.job
     removal = f"to remove it, run: smart-infinity jobs {' '.join(map(str, plan.storage))} --remove {job}"
     if plan.is_damaged:

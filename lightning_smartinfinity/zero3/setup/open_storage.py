@@ -44,11 +44,11 @@ from lightning_smartinfinity.storage import (
 )
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.storage.io.files import limited
-from lightning_smartinfinity.storage.jobs.setting_aside import Plan
+from lightning_smartinfinity.storage.jobs.archiving import Plan
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raise_together, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.ranks.file_systems import network_warning, places_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
-from lightning_smartinfinity.zero3.setup.archiving import look_aside, put_together, set_aside, space_of
+from lightning_smartinfinity.zero3.setup.archiving import archive, plan_moves, put_together, space_of
 from lightning_smartinfinity.zero3.setup.rank_migration import (
     Predecessor,
     fill_successor,
@@ -101,9 +101,9 @@ def open_storage(
     _warn_of_network(settings, group)
     if settings.resumes:
         return _reopen_storage(settings, layout, rule, description, group)
-    aside = look_aside(settings, group)
-    require_space(_space_of_all_ranks(settings, layout, aside, group))
-    set_aside(aside, settings, group)
+    moves = plan_moves(settings, group)
+    require_space(_space_of_all_ranks(settings, layout, moves, group))
+    archive(moves, settings, group)
     job_id = gather(uuid.uuid4().bytes, group)[0]
     opened = ExitStack()
     error: SmartInfinityError | None = None
@@ -140,7 +140,7 @@ def _reopen_storage(
     put_together(settings, group)
     predecessor = find_predecessor(settings, description, group)
     if predecessor is not None:
-        return _succeed(predecessor, settings, layout, rule, description, group)
+        return _migrate(predecessor, settings, layout, rule, description, group)
     with ExitStack() as opened:
         with raising_together(group):
             store = recover_for_training(settings, layout, description, group)
@@ -161,7 +161,7 @@ def _warn_of_network(settings: OffloadSettings, group: ProcessGroup | None) -> N
         warnings.warn(warning, stacklevel=2)
 
 
-def _succeed(
+def _migrate(
     predecessor: Predecessor,
     settings: OffloadSettings,
     layout: PartitionLayout,
@@ -333,11 +333,11 @@ def require_parameter_space(
     itemsize = 2 if in_16_bit else 4
     offload = with_gradient_budget(replace(offload, gradient_itemsize=itemsize), layout, itemsize=itemsize, group=None)
     extents = with_cache(layout, offload, None).extents
-    aside = None if offload.resumes else look_aside(offload, None)
+    moves = None if offload.resumes else plan_moves(offload, None)
     requests: list[SpaceRequest] = []
     with raising_together(), io_limit(transfer.io_timeout):
         requests = [
-            *_state_space(offload, extents, aside, rank=rank, numel=layout.numel, num_parameters=len(numels)),
+            *_state_space(offload, extents, moves, rank=rank, numel=layout.numel, num_parameters=len(numels)),
             *measure_tensor_space(parameters.folders, sizes=sizes, what=PARAMETERS),
         ]
     require_space(_of_all_ranks(requests, None))
@@ -364,13 +364,13 @@ def _create_store(
 
 
 def _space_of_all_ranks(
-    settings: OffloadSettings, layout: PartitionLayout, aside: Plan, group: ProcessGroup | None
+    settings: OffloadSettings, layout: PartitionLayout, moves: Plan, group: ProcessGroup | None
 ) -> list[SpaceRequest]:
     requests: list[SpaceRequest] = []
     rank, num_parameters = dist.get_rank(group), len(layout.parameters)
     with raising_together(group), io_limit(settings.transfer.io_timeout):
         requests = _state_space(
-            settings, layout.extents, aside, rank=rank, numel=layout.numel, num_parameters=num_parameters
+            settings, layout.extents, moves, rank=rank, numel=layout.numel, num_parameters=num_parameters
         )
     return _of_all_ranks(requests, group)
 
@@ -383,19 +383,19 @@ def _of_all_ranks(requests: Sequence[SpaceRequest], group: ProcessGroup | None) 
 
 
 def _state_space(
-    settings: OffloadSettings, extents: ExtentMap, aside: Plan | None, *, rank: int, numel: int, num_parameters: int
+    settings: OffloadSettings, extents: ExtentMap, moves: Plan | None, *, rank: int, numel: int, num_parameters: int
 ) -> list[SpaceRequest]:
-    """Return this rank's space requests for its state and other data, after earlier state was moved aside.
+    """Return this rank's space requests for its state and other data, after earlier state was archived.
 
     Args:
         settings: Folders of the state.
         extents: The extents of its tasklets.
-        aside: Plan of the moves; None: the training resumes from state that is already there.
+        moves: Plan of the moves; None: the training resumes from state that is already there.
         rank: Rank of this process.
         numel: Number of elements of its partition.
         num_parameters: Number of parameters in it.
     """
-    if aside is None:
+    if moves is None:
         return _unnamed_space(settings, extents)
     return [
         *measure_space(
@@ -404,9 +404,9 @@ def _state_space(
             rank=rank,
             extents=extents,
             num_parameters=num_parameters,
-            moved=[part.path for _, part in aside.moved],
+            moved=[part.path for _, part in moves.moved],
         ),
-        *space_of(aside, rank),
+        *space_of(moves, rank),
         *_unnamed_space(settings, extents),
         *measure_residual_space(settings.storage[0], numel=settings.recorded_numel(numel)),
     ]

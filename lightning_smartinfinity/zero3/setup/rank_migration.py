@@ -1,6 +1,6 @@
 """Resumes an interrupted training from storage on another number of ranks.
 
-The old stores are moved aside, the new ranks' stores are filled from them window by window, and then the old ones are
+The old stores are archived, the new ranks' stores are filled from them window by window, and then the old ones are
 deleted. After a kill at any moment, either the old or the new stores are complete, and the next start uses these
 (:func:`~lightning_smartinfinity.zero3.setup.archiving.put_together`).
 """
@@ -25,9 +25,9 @@ from lightning_smartinfinity.pipeline.state.state_access import StateAccess
 from lightning_smartinfinity.pipeline.state.stored_state import StoredState
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.storage import StateStore, StoreDescription, find_resumable
-from lightning_smartinfinity.storage.folders.open_folder import ASIDE
+from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE
 from lightning_smartinfinity.storage.folders.rank_folder import rank_folder_path
-from lightning_smartinfinity.storage.jobs.setting_aside import Plan, plan_making_way
+from lightning_smartinfinity.storage.jobs.archiving import Plan, plan_making_way
 from lightning_smartinfinity.storage.jobs.trainings import Condition, Training, movers_of, trainings_in
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.storage.state.parts import Part
@@ -82,7 +82,7 @@ def find_predecessor(
         StorageError: A part of the training cannot be found or read; raised on every rank.
     """
     job, rank, num_ranks = settings.transfer.job, dist.get_rank(group), dist.get_world_size(group)
-    seen = seen_parts(settings, [job, f"{job}{ASIDE}"], group)
+    seen = seen_parts(settings, [job, f"{job}{ARCHIVE}"], group)
     training = _of_other_ranks(seen, job, num_ranks)
     if training is None:
         return None
@@ -151,7 +151,7 @@ def plan_way(predecessor: Predecessor, settings: OffloadSettings, successor: byt
         successor: Job id of the new stores.
 
     Raises:
-        StorageError: A training that was set aside before must stay; raised on every rank.
+        StorageError: A training that was archived before must stay; raised on every rank.
     """
     job = settings.transfer.job
     return plan_making_way(predecessor.seen, job=job, training=predecessor.training, successor=successor)
@@ -165,7 +165,7 @@ def make_way(
     *,
     require_room: Callable[[], None],
 ) -> None:
-    """Move a training aside, if there is room for the new stores in addition to it. Collective.
+    """Archive a training if there is room for the new stores in addition to it. Collective.
 
     Args:
         plan: A plan of :func:`plan_way`.
@@ -211,7 +211,7 @@ def fill_successor(
     store: StateStore,
     group: ProcessGroup | None,
 ) -> None:
-    """Fill this rank's new store from the stores of a training that was moved aside. Collective.
+    """Fill this rank's new store from the stores of a training that was archived. Collective.
 
     Args:
         predecessor: The training.
@@ -224,7 +224,7 @@ def fill_successor(
     Raises:
         StorageError: State cannot be read or written; raised on every rank.
     """
-    sources = _Sources(predecessor, job=f"{settings.transfer.job}{ASIDE}", io_timeout=settings.transfer.io_timeout)
+    sources = _Sources(predecessor, job=f"{settings.transfer.job}{ARCHIVE}", io_timeout=settings.transfer.io_timeout)
     rank, nbytes = dist.get_rank(group), _FP32_BYTES * layout.numel * layout.extents.num_arrays
     steps = np.zeros(len(layout.parameters), np.int64)
     with sources.opened, show_on_rank_zero("Moving the optimizer state to other processes", nbytes) as advance:

@@ -1,11 +1,11 @@
 """Plans the move of interrupted trainings out of the way of a new one, each with all parts in all storage folders.
 
 All ranks look for parts (:func:`~.parts.find_parts`), gather what each has found, and compute the same plan from it
-(:func:`plan_setting_aside`). Then they lock the parts (:meth:`~.mover.Mover.claim`). Only if all locks succeed, they
-delete what was set aside before and move. A kill in between leaves each part in one of the two jobs: the next start
+(:func:`plan_archiving`). Then they lock the parts (:meth:`~.mover.Mover.claim`). Only if all locks succeed, they
+delete what was archived before and move. A kill in between leaves each part in one of the two jobs: the next start
 completes the move, and a training that resumes puts the parts together (:func:`plan_putting_together`).
 
-A training that resumes on another number of ranks moves aside, too (:func:`plan_making_way`), while the stores of its
+A training that resumes on another number of ranks is archived, too (:func:`plan_making_way`), while the stores of its
 *successor* are filled from it. Its parts then name the successor. Once the successor is complete, the parts are
 deleted. After a kill before that, the incomplete successor is deleted and the parts are moved back.
 """
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.storage.folders.open_folder import ASIDE
+from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE
 from lightning_smartinfinity.storage.folders.rank_folder import rank_folder_path
 from lightning_smartinfinity.storage.jobs.trainings import Condition, Training, jobs_beside, movers_of, trainings_in
 from lightning_smartinfinity.storage.state.parts import Part
 
-__all__ = ["Plan", "plan_making_way", "plan_putting_together", "plan_setting_aside"]
+__all__ = ["Plan", "plan_making_way", "plan_putting_together", "plan_archiving"]
 
 
 _MAY_HAVE_STEPS = (Condition.RESUMABLE, Condition.DAMAGED)
@@ -37,18 +37,18 @@ class Plan:
         moved: Parts to move.
         deleted: Parts to delete first, which are replaced or useless.
         left: Parts that stay, in addition to those of the new training.
-        aside: Whether parts are set aside. If not, a training that resumes puts its parts together.
-        successor: Job id of the stores that are filled from what is set aside; None if there are none.
+        archives: Whether parts are archived. If not, a training that resumes puts its parts together.
+        successor: Job id of the stores that are filled from what is archived; None if there are none.
         step: Step after which the training was interrupted.
         replaced: Step after which the replaced training was interrupted; None if no resumable training is replaced.
-        is_damaged: Whether nothing can be resumed from what is set aside, because manifests or records are damaged.
+        is_damaged: Whether nothing can be resumed from what is archived, because manifests or records are damaged.
     """
 
     job: str
     moved: tuple[tuple[int, Part], ...] = ()
     deleted: tuple[tuple[int, Part], ...] = ()
     left: tuple[tuple[int, Part], ...] = ()
-    aside: bool = True
+    archives: bool = True
     successor: bytes | None = None
     step: int = 0
     replaced: int | None = None
@@ -77,7 +77,7 @@ class Plan:
         return list(dict.fromkeys(part.storage for _, part in self.moved))
 
 
-def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequence[Sequence[Path]]) -> Plan:
+def plan_archiving(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequence[Sequence[Path]]) -> Plan:
     """Plan the move of interrupted trainings to the job ``<job>.aside`` before a new training begins.
 
     Args:
@@ -86,17 +86,17 @@ def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Seq
         folders: For each rank of the new training, the storage folders, as absolute paths.
 
     Raises:
-        StorageError: A store in the way, or set aside before, is marked ``keep``; a training was resumed from what was
-            set aside before; a part of the training to move is missing; or a damaged training would replace one that
+        StorageError: A store in the way, or archived before, is marked ``keep``; a training was resumed from what was
+            archived before; a part of the training to move is missing; or a damaged training would replace one that
             can be resumed.
     """
     movers = movers_of(seen)
-    aside, of_job = f"{job}{ASIDE}", {part: rank for part, rank in movers.items() if part.job == job}
+    archive, of_job = f"{job}{ARCHIVE}", {part: rank for part, rank in movers.items() if part.job == job}
     in_own_folder = {part for part, rank in of_job.items() if part.storage in folders[rank]}
     in_the_way = {part for part in in_own_folder if part.rank < len(folders)}
     _refuse_kept(in_the_way)
     moved: list[Training] = []
-    for training in trainings_in(movers, job, aside):
+    for training in trainings_in(movers, job, archive):
         begun = len(training.parts_in(job)) < len(training.parts)  # a kill interrupted the move
         if in_the_way.intersection(training.parts) or (begun and training.condition in _MAY_HAVE_STEPS):
             if training.condition is Condition.TORN:
@@ -106,17 +106,17 @@ def plan_setting_aside(seen: Sequence[Sequence[Part]], *, job: str, folders: Seq
     whole = {part for training in moved for part in training.parts}
     # The rest is of ranks that no longer exist, or that ran on another machine. Other ranks replace their own parts.
     rest = {part for part, rank in of_job.items() if part not in in_own_folder or part.rank != rank} - whole
-    useless = _useless(movers, job, aside)
+    useless = _useless(movers, job, archive)
     unused = tuple((movers[part], part) for part in movers if part in rest and part in useless)
     left = tuple((movers[part], part) for part in movers if part in rest and part not in useless)
     if not moved:
-        return Plan(job=aside, deleted=unused, left=left)
-    deleted, replaced = _replaced(movers, aside, whole)
+        return Plan(job=archive, deleted=unused, left=left)
+    deleted, replaced = _replaced(movers, archive, whole)
     is_damaged = all(training.condition is Condition.DAMAGED for training in moved)
     if is_damaged and replaced is not None:
         raise _damaged_beside_resumable(moved[0], job)
     return Plan(
-        job=aside,
+        job=archive,
         moved=tuple(dict.fromkeys((movers[part], part) for training in moved for part in training.parts_in(job))),
         deleted=(*deleted, *unused),
         left=left,
@@ -136,12 +136,12 @@ def plan_making_way(seen: Sequence[Sequence[Part]], *, job: str, training: Train
         successor: Job id of the new stores, which are filled from the training's.
 
     Raises:
-        StorageError: What was set aside before is marked ``keep``, or a training was resumed from it.
+        StorageError: What was archived before is marked ``keep``, or a training was resumed from it.
     """
-    movers, aside = movers_of(seen), f"{job}{ASIDE}"
-    deleted, replaced = _replaced(movers, aside, training.parts)
+    movers, archive = movers_of(seen), f"{job}{ARCHIVE}"
+    deleted, replaced = _replaced(movers, archive, training.parts)
     return Plan(
-        job=aside,
+        job=archive,
         moved=tuple((movers[part], part) for part in training.parts),
         deleted=deleted,
         successor=successor,
@@ -151,12 +151,12 @@ def plan_making_way(seen: Sequence[Sequence[Part]], *, job: str, training: Train
 
 
 def _replaced(
-    movers: Mapping[Part, int], aside: str, moved: Collection[Part]
+    movers: Mapping[Part, int], archive: str, moved: Collection[Part]
 ) -> tuple[tuple[tuple[int, Part], ...], int | None]:
-    """Return the parts set aside before, to be deleted, and the step after which their training was interrupted."""
-    before = [part for part in movers if part.job == aside and part not in moved]
+    """Return the parts archived before, to be deleted, and the step after which their training was interrupted."""
+    before = [part for part in movers if part.job == archive and part not in moved]
     _refuse_kept(before)
-    replaced = trainings_in(before, aside)
+    replaced = trainings_in(before, archive)
     for training in replaced:
         _require_replaceable(training)
     resumable = (one.step for one in replaced if one.condition is Condition.RESUMABLE)
@@ -174,7 +174,7 @@ def plan_putting_together(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
         StorageError: The job has no training to resume, but one of the other jobs has.
     """
     movers = movers_of(seen)
-    plan = _plan_of_succession(movers, job)
+    plan = _plan_of_migration(movers, job)
     if plan is not None:
         return plan
     can_resume = False
@@ -192,22 +192,22 @@ def plan_putting_together(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
                     f"{training.step} lies in the job {other!r}.",
                     f"To resume it, pass transfer={{'job': {other!r}}}.",
                 )
-    return Plan(job=job, moved=tuple((movers[part], part) for part in moved), aside=False)
+    return Plan(job=job, moved=tuple((movers[part], part) for part in moved), archives=False)
 
 
-def _plan_of_succession(movers: Mapping[Part, int], job: str) -> Plan | None:
+def _plan_of_migration(movers: Mapping[Part, int], job: str) -> Plan | None:
     """Return the plan that ends a change of the number of ranks; None if there is none to end.
 
     If the successor is complete, the plan deletes the stores that it was filled from. If a kill came before that, the
     plan deletes the successor and moves those stores back.
     """
-    aside = f"{job}{ASIDE}"
-    for successor in dict.fromkeys(part.successor for part in movers if part.job == aside and part.successor):
-        sources = [part for part in movers if part.job == aside and part.successor == successor]
+    archive = f"{job}{ARCHIVE}"
+    for successor in dict.fromkeys(part.successor for part in movers if part.job == archive and part.successor):
+        sources = [part for part in movers if part.job == archive and part.successor == successor]
         filled = (one for one in trainings_in(movers, job) if one.parts[0].store == successor)
         if any(one.condition is Condition.RESUMABLE for one in filled):
-            return Plan(job=job, deleted=tuple((movers[part], part) for part in sources), aside=False)
-        whole = (one for one in trainings_in(movers, aside, job) if one.condition is Condition.RESUMABLE)
+            return Plan(job=job, deleted=tuple((movers[part], part) for part in sources), archives=False)
+        whole = (one for one in trainings_in(movers, archive, job) if one.condition is Condition.RESUMABLE)
         source = next((one for one in whole if set(sources) <= set(one.parts)), None)
         if source is None:
             continue
@@ -216,17 +216,17 @@ def _plan_of_succession(movers: Mapping[Part, int], job: str) -> Plan | None:
             return Plan(
                 job=job,
                 deleted=tuple((movers[part], part) for part in rest),
-                moved=tuple((movers[part], part) for part in source.parts_in(aside)),
-                aside=False,
+                moved=tuple((movers[part], part) for part in source.parts_in(archive)),
+                archives=False,
             )
     return None
 
 
-def _useless(parts: Iterable[Part], job: str, aside: str) -> set[Part]:
+def _useless(parts: Iterable[Part], job: str, archive: str) -> set[Part]:
     """Return the parts of a job that cannot be resumed from, are not marked ``keep``, and are not in use."""
     everything = list(parts)
     saves_nothing = {part for part in everything if part.job == job and part.store is None and not part.is_damaged}
-    for training in trainings_in(everything, job, aside):
+    for training in trainings_in(everything, job, archive):
         if training.condition is Condition.NO_STEP:
             saves_nothing.update(training.parts_in(job))
     return {part for part in saves_nothing if not part.kept and not part.in_use}
@@ -242,14 +242,14 @@ def _refuse_kept(parts: Iterable[Part]) -> None:
 
 
 def _require_replaceable(training: Training) -> None:
-    """Check that no training was resumed from what was set aside before."""
-    gone_on = [part for part in training.parts if not part.is_aside]
+    """Check that no training was resumed from what was archived before."""
+    gone_on = [part for part in training.parts if not part.is_archived]
     if gone_on and training.condition is not Condition.NO_STEP:
         job = gone_on[0].job
         raise StorageError(
             f"{str(gone_on[0].path)!r} holds a training that was resumed there and interrupted again"
-            f"{_after(training.step)}. It is not replaced by the one in the job {job.removesuffix(ASIDE)!r}, which "
-            "would be set aside there.",
+            f"{_after(training.step)}. It is not replaced by the one in the job {job.removesuffix(ARCHIVE)!r}, which "
+            "would be archived there.",
             f"Resume it with ckpt_path='storage' and transfer={{'job': {job!r}}}, or remove it, with "
             f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
         )
@@ -262,7 +262,7 @@ def _torn(training: Training, job: str) -> StorageError:
     lost = rank_folder_path(Path(storage), job=job, rank=rank)
     return StorageError(
         f"{str(training.parts[0].path)!r} holds a part of a training that was interrupted{_after(training.step)}. It "
-        f"is set aside as a whole or not at all, and its part {str(lost)!r} cannot be found.",
+        f"is archived as a whole or not at all, and its part {str(lost)!r} cannot be found.",
         f"Mount {storage!r}, or begin where all of its parts can be reached; or remove the rest with "
         f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
     )
@@ -271,8 +271,8 @@ def _torn(training: Training, job: str) -> StorageError:
 def _damaged_beside_resumable(training: Training, job: str) -> StorageError:
     return StorageError(
         f"{str(training.parts[0].path)!r} holds an interrupted training whose manifest or records are damaged. It is "
-        f"not deleted, and it does not replace the training in the job {job + ASIDE!r}, which can be resumed.",
-        f"Remove one of them, with {_removal(training, job)} or {_removal(training, job + ASIDE)}, or choose another "
+        f"not deleted, and it does not replace the training in the job {job + ARCHIVE!r}, which can be resumed.",
+        f"Remove one of them, with {_removal(training, job)} or {_removal(training, job + ARCHIVE)}, or choose another "
         "TransferConfig(job=...).",
     )
 

@@ -12,12 +12,12 @@ import pytest
 
 from lightning_smartinfinity.storage import recover_store
 from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
+from lightning_smartinfinity.storage.jobs.archiving import Plan, plan_making_way, plan_putting_together
 from lightning_smartinfinity.storage.jobs.mover import Mover
-from lightning_smartinfinity.storage.jobs.setting_aside import Plan, plan_making_way, plan_putting_together
 from lightning_smartinfinity.storage.jobs.trainings import jobs_beside, movers_of, trainings_in
 from lightning_smartinfinity.storage.state.parts import find_parts
 from tests.storage.makers import commit_generation, create
-from tests.storage.test_setting_aside import ASIDE, JOB, carry_out, leave, set_aside, steps_in, whole
+from tests.storage.test_archiving import ARCHIVE, JOB, archive, carry_out, leave, steps_in, whole
 
 OLD, NEW = 2, 3  # numbers of ranks
 SUCCESSOR = bytes(range(16))
@@ -25,7 +25,7 @@ SUCCESSOR = bytes(range(16))
 
 def way(folders: Sequence[Path]) -> Plan:
     """Return the plan by which the training of the old ranks makes way for the new ones."""
-    seen = [find_parts(folders, [JOB, ASIDE])] * NEW
+    seen = [find_parts(folders, [JOB, ARCHIVE])] * NEW
     (training,) = trainings_in(movers_of(seen), JOB)
     return plan_making_way(seen, job=JOB, training=training, successor=SUCCESSOR)
 
@@ -92,24 +92,24 @@ def test_the_old_stores_go_when_the_new_ones_are_whole(folders: list[Path]) -> N
     """A kill while they are deleted leaves nothing that the next start does not delete."""
     carry_out(way(folders), ranks=NEW)
     fill(folders)
-    half_gone = RankFolder(folders[0] / ASIDE / "rank-00000", create=False)
+    half_gone = RankFolder(folders[0] / ARCHIVE / "rank-00000", create=False)
     half_gone.disown()
     half_gone.close(remove=False)
-    RankFolder(folders[1] / ASIDE / "rank-00001", create=False).destroy()
+    RankFolder(folders[1] / ARCHIVE / "rank-00001", create=False).destroy()
     resume(folders, ranks=NEW)
     assert steps_in(folders, JOB) == whole(7, ranks=NEW, folders=2)
-    assert not any((folder / ASIDE).exists() for folder in folders)
+    assert not any((folder / ARCHIVE).exists() for folder in folders)
 
 
 def test_another_training_in_the_way_is_not_deleted(folders: list[Path]) -> None:
     """If a new training was begun in between, nothing moves, by whichever of the two names a training resumes."""
     carry_out(way(folders), ranks=NEW)
     leave(folders, step=0, has_steps=False)
-    for job in (JOB, ASIDE):
+    for job in (JOB, ARCHIVE):
         assert not plan_putting_together([find_parts(folders, jobs_beside(job))], job=job).changes_something
 
 
-def test_a_training_that_is_set_aside_later_is_no_source(folders: list[Path]) -> None:
+def test_a_training_that_is_archived_later_is_no_source(folders: list[Path]) -> None:
     """The note of the successor goes when the training has gone on, so that nothing else is deleted for it."""
     carry_out(way(folders), ranks=NEW)
     resume(folders, ranks=1)
@@ -117,8 +117,8 @@ def test_a_training_that_is_set_aside_later_is_no_source(folders: list[Path]) ->
     for rank in range(OLD):
         recover_store(folders, rank=rank, training=1, run=os.urandom(16)).close(remove=False)
     assert {part.successor for part in find_parts(folders, [JOB])} == {None}
-    set_aside(folders)
-    assert {part.successor for part in find_parts(folders, [ASIDE])} == {None}
+    archive(folders)
+    assert {part.successor for part in find_parts(folders, [ARCHIVE])} == {None}
 
 
 def test_copies_count_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A new training moves interrupted ones out of its way as a whole, and never keeps more than one of each job aside."""
+"""A new training moves interrupted ones out of its way as a whole, and archives at most one of each job."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageLockedError
 from lightning_smartinfinity.storage import recover_store
-from lightning_smartinfinity.storage.folders.lock import SET_ASIDE
+from lightning_smartinfinity.storage.folders.lock import ARCHIVED
+from lightning_smartinfinity.storage.jobs.archiving import Plan, plan_archiving, plan_putting_together
 from lightning_smartinfinity.storage.jobs.mover import Mover
-from lightning_smartinfinity.storage.jobs.setting_aside import Plan, plan_putting_together, plan_setting_aside
 from lightning_smartinfinity.storage.jobs.trainings import jobs_beside
 from lightning_smartinfinity.storage.state.parts import Part, find_parts
 from lightning_smartinfinity.storage.state.space import (
@@ -31,7 +31,7 @@ from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.storage.makers import commit_generation, create, extents
 
-JOB, ASIDE = "default", "default.aside"
+JOB, ARCHIVE = "default", "default.aside"
 
 
 def leave(folders: Sequence[Path], *, step: int, ranks: int = 1, job: str = JOB, has_steps: bool = True) -> None:
@@ -44,7 +44,7 @@ def leave(folders: Sequence[Path], *, step: int, ranks: int = 1, job: str = JOB,
         store.close(remove=False)
 
 
-def go_on(folders: Sequence[Path], *, step: int, ranks: int = 1, job: str = ASIDE) -> None:
+def go_on(folders: Sequence[Path], *, step: int, ranks: int = 1, job: str = ARCHIVE) -> None:
     """Resume a training and interrupt it after a further step."""
     for rank in range(ranks):
         store = recover_store(folders, job=job, rank=rank, training=1, run=bytes(16))
@@ -61,10 +61,10 @@ def carry_out(plan: Plan, *, ranks: int = 1) -> None:
                 stage(mover)
 
 
-def set_aside(folders: Sequence[Path], *, ranks: int = 1) -> Plan:
+def archive(folders: Sequence[Path], *, ranks: int = 1) -> Plan:
     """Make way for a training of so many ranks in these folders."""
-    seen = [find_parts(folders, [JOB, ASIDE])] * ranks
-    plan = plan_setting_aside(seen, job=JOB, folders=[folders] * ranks)
+    seen = [find_parts(folders, [JOB, ARCHIVE])] * ranks
+    plan = plan_archiving(seen, job=JOB, folders=[folders] * ranks)
     carry_out(plan, ranks=ranks)
     return plan
 
@@ -74,7 +74,7 @@ def put_together(folders: Sequence[Path], *, job: str, ranks: int = 1) -> None:
     carry_out(plan_putting_together([find_parts(folders, jobs_beside(job))] * ranks, job=job), ranks=ranks)
 
 
-def steps_in(folders: Sequence[Path], job: str = ASIDE) -> dict[tuple[int, int], int]:
+def steps_in(folders: Sequence[Path], job: str = ARCHIVE) -> dict[tuple[int, int], int]:
     """Return the step after which each part can be resumed, by rank and device; 0 beside other folders' records."""
     parts = find_parts(folders, [job])
     return {(part.rank, part.device): max(part.points).step if part.points else 0 for part in parts}
@@ -93,18 +93,18 @@ def test_again_and_again(tmp_path: Path) -> None:
     """A script that fails again and again leaves its last two trainings, and the plan says what was replaced."""
     plans = []
     for step in (100, 2, 3):
-        plans.append(set_aside([tmp_path]))
+        plans.append(archive([tmp_path]))
         leave([tmp_path], step=step)
     assert steps_in([tmp_path], JOB) == whole(3) and steps_in([tmp_path]) == whole(2)
     assert [(plan.step, plan.replaced) for plan in plans] == [(0, None), (100, None), (2, 100)]
 
 
 def test_a_training_without_a_step(tmp_path: Path) -> None:
-    """A training that was interrupted before its first step is not moved, and one that was set aside before stays."""
+    """A training that was interrupted before its first step is not moved, and one that was archived before stays."""
     leave([tmp_path], step=7)
-    set_aside([tmp_path])
+    archive([tmp_path])
     leave([tmp_path], step=0, has_steps=False)
-    assert not set_aside([tmp_path]).moved
+    assert not archive([tmp_path]).moved
     create([tmp_path]).close(remove=True)
     assert steps_in([tmp_path], JOB) == {} and steps_in([tmp_path]) == whole(7)
 
@@ -113,18 +113,18 @@ def test_a_training_without_a_step(tmp_path: Path) -> None:
 def test_other_numbers_of_ranks(before: int, now: int, folders: list[Path]) -> None:
     """All ranks' parts move together, and replace those of a training of again another number of ranks."""
     leave(folders, step=7, ranks=4)
-    set_aside(folders, ranks=now)
+    archive(folders, ranks=now)
     leave(folders, step=8, ranks=before)
-    assert set_aside(folders, ranks=now).replaced == 7
+    assert archive(folders, ranks=now).replaced == 7
     assert steps_in(folders, JOB) == {} and steps_in(folders) == whole(8, ranks=before, folders=2)
-    assert [list(folder.iterdir()) for folder in folders] == [[folder / ASIDE] for folder in folders]
+    assert [list(folder.iterdir()) for folder in folders] == [[folder / ARCHIVE] for folder in folders]
 
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_fewer_folders_than_before(used: int, folders: list[Path]) -> None:
     """What lies in folders that the new training does not use moves, too."""
     leave(folders, step=7, ranks=2)
-    set_aside(folders[used : used + 1])
+    archive(folders[used : used + 1])
     assert steps_in(folders, JOB) == {} and steps_in(folders) == whole(7, ranks=2, folders=2)
 
 
@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_reached(lost: int, folders: list[Path]) -> None
     leave(folders, step=7)
     folders[lost].rename(folders[lost].with_name("unmounted"))
     with pytest.raises(StorageError, match=rf"its part '{folders[lost]}/default/rank-00000' cannot be found") as caught:
-        set_aside([folders[1 - lost]])
+        archive([folders[1 - lost]])
     assert f"Mount '{folders[lost]}'" in caught.value.remedy
     assert f"smart-infinity jobs {folders[1 - lost]} --remove default" in caught.value.remedy
     folders[lost].with_name("unmounted").rename(folders[lost])
@@ -145,7 +145,7 @@ def test_what_can_never_be_resumed_again_stops_nobody(folders: list[Path]) -> No
     """What a kill has left while a training was removed is no training: its manifests go first."""
     leave(folders, step=7)
     (folders[0] / "default/rank-00000/manifest.json").unlink()
-    assert not set_aside(folders).moved
+    assert not archive(folders).moved
     create(folders).close(remove=True)
     assert steps_in(folders, JOB) == {}
 
@@ -156,34 +156,34 @@ def test_another_training_lies_where_a_part_was(tmp_path: Path) -> None:
     leave([tmp_path], step=0, has_steps=False)  # replaces the part of rank 0
     store = create([tmp_path], rank=0, world_size=1)
     store.close(remove=False)
-    assert not set_aside([tmp_path], ranks=2).moved
+    assert not archive([tmp_path], ranks=2).moved
 
 
 def test_a_store_that_is_to_be_kept(tmp_path: Path) -> None:
     """Neither one in the way nor one that lies where the training would be moved is touched, and nothing is moved."""
-    for job in (JOB, ASIDE):
+    for job in (JOB, ARCHIVE):
         leave([tmp_path], step=7)
-        store = create([tmp_path], world_size=1, job=job, keep=True) if job == ASIDE else recover_store([tmp_path])
-        if job == ASIDE:
+        store = create([tmp_path], world_size=1, job=job, keep=True) if job == ARCHIVE else recover_store([tmp_path])
+        if job == ARCHIVE:
             commit_generation(store, 0)
         store.keep()
         store.close(remove=False)
-        before = find_parts([tmp_path], [JOB, ASIDE])
+        before = find_parts([tmp_path], [JOB, ARCHIVE])
         with pytest.raises(StorageError, match=rf"{job}/rank-00000' holds .* asked to keep it"):
-            set_aside([tmp_path])
-        assert find_parts([tmp_path], [JOB, ASIDE]) == before
+            archive([tmp_path])
+        assert find_parts([tmp_path], [JOB, ARCHIVE]) == before
         (tmp_path / job).rename(tmp_path / f"{job} was kept")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_a_training_has_gone_on_with_is_not_replaced(ranks: int, tmp_path: Path) -> None:
-    """A training that was resumed where it was set aside is the user's newest work; the error names the ways out."""
+    """A training that was resumed where it was archived is the user's newest work; the error names the ways out."""
     leave([tmp_path], step=100, ranks=ranks)
-    set_aside([tmp_path], ranks=ranks)
+    archive([tmp_path], ranks=ranks)
     go_on([tmp_path], step=150, ranks=ranks)
     leave([tmp_path], step=2, ranks=ranks)
     with pytest.raises(StorageError, match=r"resumed there and interrupted again after step 150\.") as caught:
-        set_aside([tmp_path], ranks=ranks)
+        archive([tmp_path], ranks=ranks)
     assert "transfer={'job': 'default.aside'}" in caught.value.remedy
     assert f"smart-infinity jobs {tmp_path} --remove default.aside" in caught.value.remedy
     assert steps_in([tmp_path], JOB) == whole(2, ranks=ranks) and steps_in([tmp_path]) == whole(150, ranks=ranks)
@@ -192,11 +192,11 @@ def test_what_a_training_has_gone_on_with_is_not_replaced(ranks: int, tmp_path: 
 def test_one_rank_has_gone_on(tmp_path: Path) -> None:
     """A kill while the ranks take a training over leaves it as one that nobody replaces."""
     leave([tmp_path], step=100, ranks=2)
-    set_aside([tmp_path], ranks=2)
-    recover_store([tmp_path], job=ASIDE, rank=1).close(remove=False)
+    archive([tmp_path], ranks=2)
+    recover_store([tmp_path], job=ARCHIVE, rank=1).close(remove=False)
     leave([tmp_path], step=2, ranks=2)
     with pytest.raises(StorageError, match="resumed there"):
-        set_aside([tmp_path], ranks=2)
+        archive([tmp_path], ranks=2)
 
 
 HOLDER = """
@@ -209,26 +209,26 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("job", [JOB, ASIDE])
+@pytest.mark.parametrize("job", [JOB, ARCHIVE])
 def test_somebody_else_holds_one_part(job: str, folders: list[Path]) -> None:
-    """Nothing moves, and nothing is deleted of what was set aside before."""
+    """Nothing moves, and nothing is deleted of what was archived before."""
     leave(folders, step=7, ranks=2)
-    set_aside(folders)
+    archive(folders)
     leave(folders, step=8, ranks=2)
-    before = find_parts(folders, [JOB, ASIDE])
+    before = find_parts(folders, [JOB, ARCHIVE])
     command = [sys.executable, "-c", HOLDER, str(folders[1] / job / "rank-00001")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         with pytest.raises(StorageLockedError, match=f"in use by process {holder.pid}"):
-            set_aside(folders, ranks=2)
-        assert find_parts(folders, [JOB, ASIDE]) == before
+            archive(folders, ranks=2)
+        assert find_parts(folders, [JOB, ARCHIVE]) == before
         holder.communicate()
-    set_aside(folders, ranks=2)
+    archive(folders, ranks=2)
     assert steps_in(folders) == whole(8, ranks=2, folders=2)
 
 
 def killed_before(number: int, folders: Sequence[Path]) -> bool:
-    """Set aside in a process that ends before a later rename or deletion of a file; return whether there was one."""
+    """Archive in a process that ends before a later rename or deletion of a file; return whether there was one."""
     child = os.fork()
     if child == 0:
         left = iter(range(number))
@@ -238,7 +238,7 @@ def killed_before(number: int, folders: Sequence[Path]) -> bool:
 
         os.rename, os.unlink = counted(os.rename), counted(os.unlink)
         try:
-            set_aside(folders, ranks=2)
+            archive(folders, ranks=2)
             os._exit(0)
         finally:
             os._exit(1)
@@ -250,8 +250,8 @@ def killed_before(number: int, folders: Sequence[Path]) -> bool:
 @pytest.mark.parametrize(
     ("before", "then"),
     long_but(
-        [(False, "again"), (False, ASIDE)],
-        [(before, then) for before in (False, True) for then in ("again", JOB, ASIDE)],
+        [(False, "again"), (False, ARCHIVE)],
+        [(before, then) for before in (False, True) for then in ("again", JOB, ARCHIVE)],
     ),
 )
 def test_a_kill_at_any_moment(before: bool, then: str, folders: list[Path]) -> None:
@@ -261,22 +261,22 @@ def test_a_kill_at_any_moment(before: bool, then: str, folders: list[Path]) -> N
         here = [folder / str(moment) for folder in folders]
         if before:
             leave(here, step=5, ranks=2)
-            set_aside(here, ranks=2)
+            archive(here, ranks=2)
         leave(here, step=7, ranks=2)
         was_killed = killed_before(moment, here)
         assert steps_in(here) | steps_in(here, JOB) == whole(7, ranks=2, folders=2)
-        job = ASIDE if then == "again" else then
+        job = ARCHIVE if then == "again" else then
         if then == "again":
-            set_aside(here, ranks=2)
+            archive(here, ranks=2)
         else:
             try:
                 put_together(here, job=job, ranks=2)
             except StorageError as error:
-                job = JOB if job == ASIDE else ASIDE
+                job = JOB if job == ARCHIVE else ARCHIVE
                 assert f"pass transfer={{'job': {job!r}}}" in error.remedy
                 put_together(here, job=job, ranks=2)
         if steps_in(here, job) != whole(7, ranks=2, folders=2):  # it came before what was there began to be deleted
-            assert job == ASIDE and steps_in(here) == whole(5, ranks=2, folders=2)
+            assert job == ARCHIVE and steps_in(here) == whole(5, ranks=2, folders=2)
         moment += 1
     assert moment > 4
 
@@ -284,44 +284,44 @@ def test_a_kill_at_any_moment(before: bool, then: str, folders: list[Path]) -> N
 def test_the_mark_ends_with_the_resume(tmp_path: Path) -> None:
     """A training that is taken over is not marked any more."""
     leave([tmp_path], step=7)
-    set_aside([tmp_path])
-    lock = tmp_path / ASIDE / "rank-00000/lock"
-    assert SET_ASIDE in lock.read_text().splitlines()
-    recover_store([tmp_path], job=ASIDE).close(remove=False)
-    assert SET_ASIDE not in lock.read_text().splitlines()
+    archive([tmp_path])
+    lock = tmp_path / ARCHIVE / "rank-00000/lock"
+    assert ARCHIVED in lock.read_text().splitlines()
+    recover_store([tmp_path], job=ARCHIVE).close(remove=False)
+    assert ARCHIVED not in lock.read_text().splitlines()
 
 
 def test_something_of_others_lies_where_it_would_be_moved(tmp_path: Path) -> None:
     """It is not touched, and nothing is moved."""
     leave([tmp_path], step=7)
-    other = tmp_path / ASIDE / "rank-00000/mine.txt"
+    other = tmp_path / ARCHIVE / "rank-00000/mine.txt"
     other.parent.mkdir(parents=True, mode=0o700)
     other.parent.parent.chmod(0o700)
     other.write_text("mine")
     with pytest.raises(StorageError, match=r"aside/rank-00000' is in the way"):
-        set_aside([tmp_path])
+        archive([tmp_path])
     assert steps_in([tmp_path], JOB) == whole(7) and other.read_text() == "mine"
 
 
 def test_a_full_disk_names_the_interrupted_training(tmp_path: Path) -> None:
     """A new store cannot have the bytes of an interrupted training, and the error says how to free them."""
     leave([tmp_path], step=7)
-    seen = [find_parts([tmp_path], [JOB, ASIDE])]
-    plan = plan_setting_aside(seen, job=JOB, folders=[[tmp_path]])
+    seen = [find_parts([tmp_path], [JOB, ARCHIVE])]
+    plan = plan_archiving(seen, job=JOB, folders=[[tmp_path]])
     moved = [part.path for _, part in plan.moved]
     sizes = {"extents": extents(), "num_parameters": 2}
     (request,) = measure_space([tmp_path], job=JOB, rank=0, moved=moved, **sizes)  # type: ignore[arg-type]
-    (aside,) = measure_parts(plan.moved_by(0), deleted=False)
-    assert request.reclaimable_bytes == aside.reclaimable_bytes == 0
-    assert aside.resumable_bytes >= extents().file_bytes(0)
-    small = [SpaceRequest(**{**vars(one), "free_bytes": 0}) for one in (request, aside)]
+    (archived,) = measure_parts(plan.moved_by(0), deleted=False)
+    assert request.reclaimable_bytes == archived.reclaimable_bytes == 0
+    assert archived.resumable_bytes >= extents().file_bytes(0)
+    small = [SpaceRequest(**{**vars(one), "free_bytes": 0}) for one in (request, archived)]
     with pytest.raises(StorageFullError) as caught:
         require_space(small)
     assert "resume one with ckpt_path='storage', or remove it" in caught.value.remedy
     assert leftover_bytes(moved[0]) >= extents().file_bytes(0)
-    set_aside([tmp_path])
+    archive([tmp_path])
     leave([tmp_path], step=8)
-    plan = plan_setting_aside([find_parts([tmp_path], [JOB, ASIDE])], job=JOB, folders=[[tmp_path]])
+    plan = plan_archiving([find_parts([tmp_path], [JOB, ARCHIVE])], job=JOB, folders=[[tmp_path]])
     (replaced,) = measure_parts(plan.deleted_by(0), deleted=True)
     assert replaced.reclaimable_bytes >= extents().file_bytes(0)
 
@@ -331,8 +331,8 @@ def test_a_full_disk_names_the_interrupted_training(tmp_path: Path) -> None:
 
 def of_machines(disks: Sequence[Path], *, ranks: int = 2) -> Plan:
     """Make way for a training whose rank r runs on the machine with the disk of this number; carry it out."""
-    seen = [find_parts([disk], [JOB, ASIDE]) for disk in disks]
-    plan = plan_setting_aside(seen, job=JOB, folders=[[disk] for disk in disks])
+    seen = [find_parts([disk], [JOB, ARCHIVE]) for disk in disks]
+    plan = plan_archiving(seen, job=JOB, folders=[[disk] for disk in disks])
     carry_out(plan, ranks=ranks)
     for rank, disk in enumerate(disks):  # what the rank's store does as it is made
         create([disk], rank=rank, world_size=ranks).close(remove=True)
@@ -354,19 +354,19 @@ def ranks_on(disk: Path, job: str = JOB) -> list[str]:
 
 
 def test_ten_interruptions_with_machines_in_changing_order(tmp_path: Path, attack: Attack) -> None:
-    """Nothing is left but one training that was set aside, with the parts of all of its ranks."""
+    """Nothing is left but one training that was archived, with the parts of all of its ranks."""
     disks = [tmp_path / "node0", tmp_path / "node1"]
     for number in range(10):
         on_disks(disks if number % 3 else disks[::-1], step=number, has_steps=number % 4 != 2)
         of_machines(disks if number % 2 else disks[::-1])
         assert [ranks_on(disk) for disk in disks] == [[], []]
-        assert sorted(ranks_on(disks[0], ASIDE) + ranks_on(disks[1], ASIDE)) == ["rank-00000", "rank-00001"]
-    parts = [part for disk in disks for part in find_parts([disk], [ASIDE])]
+        assert sorted(ranks_on(disks[0], ARCHIVE) + ranks_on(disks[1], ARCHIVE)) == ["rank-00000", "rank-00001"]
+    parts = [part for disk in disks for part in find_parts([disk], [ARCHIVE])]
     assert [max(part.points).step for part in parts] == [9, 9] and len({part.store for part in parts}) == 1
     attack(
         "interrupted training, then its machines in another order",
         tries=10,
-        outcome="one is aside, nothing else is left",
+        outcome="one is archived, nothing else is left",
     )
 
 
@@ -376,7 +376,7 @@ def test_what_stays_beside_a_new_training(why: str, tmp_path: Path) -> None:
     store = create([tmp_path], rank=1, world_size=2, keep=why == "kept")
     if why == "kept":
         store.close(remove=False)
-    plan = plan_setting_aside([find_parts([tmp_path], [JOB, ASIDE])], job=JOB, folders=[[tmp_path]])
+    plan = plan_archiving([find_parts([tmp_path], [JOB, ARCHIVE])], job=JOB, folders=[[tmp_path]])
     assert not plan.changes_something and [part.rank for part in plan.left_to(0)] == [1]
     (left,) = measure_parts(plan.left_to(0), deleted=False)
     assert left.resumable_bytes >= extents().file_bytes(0)
@@ -389,7 +389,7 @@ def test_what_stays_beside_a_new_training(why: str, tmp_path: Path) -> None:
 def test_what_is_reclaimed_counts_as_free(tmp_path: Path) -> None:
     """The bytes of what further ranks left before a first step are there for the new training."""
     leave([tmp_path], step=0, ranks=3, has_steps=False)
-    plan = plan_setting_aside([find_parts([tmp_path], [JOB, ASIDE])], job=JOB, folders=[[tmp_path]])
+    plan = plan_archiving([find_parts([tmp_path], [JOB, ARCHIVE])], job=JOB, folders=[[tmp_path]])
     freed = [request.reclaimable_bytes for request in measure_parts(plan.deleted_by(0), deleted=True)]
     assert len(freed) == 2 and min(freed) >= extents().file_bytes(0)
     carry_out(plan)
@@ -407,15 +407,15 @@ def test_machines_of_two_trainings(tmp_path: Path) -> None:
             replace(
                 part, machine=name, path=Path("/mnt/nvme", part.path.relative_to(disks[name])), folders=("/mnt/nvme",)
             )
-            for part in find_parts([disks[name]], [JOB, ASIDE])
+            for part in find_parts([disks[name]], [JOB, ARCHIVE])
         ]
 
     for names in ("AD", "DA", "AC", "A"):
         with pytest.raises(StorageError, match="cannot be found"):
-            plan_setting_aside(list(map(seen_on, names)), job=JOB, folders=[[Path("/mnt/nvme")]] * len(names))
-    plan = plan_setting_aside([seen_on("D")], job=JOB, folders=[[Path("/mnt/nvme")]])
+            plan_archiving(list(map(seen_on, names)), job=JOB, folders=[[Path("/mnt/nvme")]] * len(names))
+    plan = plan_archiving([seen_on("D")], job=JOB, folders=[[Path("/mnt/nvme")]])
     assert not plan.changes_something and len(plan.left) == 1  # it is in nobody's way
-    plan = plan_setting_aside([seen_on("B"), seen_on("A")], job=JOB, folders=[[Path("/mnt/nvme")]] * 2)
+    plan = plan_archiving([seen_on("B"), seen_on("A")], job=JOB, folders=[[Path("/mnt/nvme")]] * 2)
     assert len(plan.moved) == 2 and not plan.deleted
 
 
@@ -456,15 +456,15 @@ def test_one_flipped_bit_deletes_no_training(rank: int, device: int, name: str, 
     content, damaged = file.read_bytes(), []
     for number in range(0, len(content), step):
         flipped(file, number)
-        plan = plan_setting_aside([find_parts(folders, [JOB, ASIDE])] * 2, job=JOB, folders=[folders] * 2)
+        plan = plan_archiving([find_parts(folders, [JOB, ARCHIVE])] * 2, job=JOB, folders=[folders] * 2)
         assert (len(plan.moved), plan.deleted) == (4, ()), f"byte {number}"
         damaged.append(plan.is_damaged)
         file.write_bytes(content)
     assert damaged and (all(damaged) or name in ("commit.bin", "lock")) and (any(damaged) or name == "lock")
     flipped(file, 8)
     before = files_of(folders, JOB)
-    set_aside(folders, ranks=2)
-    assert files_of(folders, ASIDE) == before and files_of(folders, JOB) == {}
+    archive(folders, ranks=2)
+    assert files_of(folders, ARCHIVE) == before and files_of(folders, JOB) == {}
 
 
 def test_each_byte_of_the_only_manifest(tmp_path: Path) -> None:
@@ -473,38 +473,38 @@ def test_each_byte_of_the_only_manifest(tmp_path: Path) -> None:
     file = tmp_path / JOB / "rank-00000/manifest.json"
     for number in range(file.stat().st_size):
         content = flipped(file, number)
-        plan = plan_setting_aside([find_parts([tmp_path], [JOB])], job=JOB, folders=[[tmp_path]])
+        plan = plan_archiving([find_parts([tmp_path], [JOB])], job=JOB, folders=[[tmp_path]])
         assert (len(plan.moved), plan.deleted, plan.is_damaged) == (1, (), True), f"byte {number}"
         file.write_bytes(content)
 
 
 def test_damage_to_the_only_part(tmp_path: Path) -> None:
-    """The training is kept aside, and a repaired manifest lets it be resumed from there."""
+    """The training is archived, and a repaired manifest lets it be resumed from there."""
     leave([tmp_path], step=7)
     manifest = Path(JOB, "rank-00000/manifest.json")
     content = flipped(tmp_path / manifest, 100)
-    plan = set_aside([tmp_path])
+    plan = archive([tmp_path])
     assert plan.is_damaged and steps_in([tmp_path], JOB) == {}
-    (tmp_path / ASIDE / "rank-00000/manifest.json").write_bytes(content)
+    (tmp_path / ARCHIVE / "rank-00000/manifest.json").write_bytes(content)
     assert steps_in([tmp_path]) == whole(7)
-    put_together([tmp_path], job=ASIDE)
+    put_together([tmp_path], job=ARCHIVE)
     go_on([tmp_path], step=8)
 
 
-def test_a_damaged_training_beside_one_that_was_set_aside(tmp_path: Path) -> None:
+def test_a_damaged_training_beside_one_that_was_archived(tmp_path: Path) -> None:
     """Neither is deleted: the error names both, and the next training that can be resumed replaces a damaged one."""
     leave([tmp_path], step=7)
-    set_aside([tmp_path])
+    archive([tmp_path])
     leave([tmp_path], step=8)
     file = tmp_path / JOB / "rank-00000/manifest.json"
     content = flipped(file, 100)
     with pytest.raises(StorageError, match=r"damaged\. It is not deleted, .* in the job 'default\.aside'") as caught:
-        set_aside([tmp_path])
+        archive([tmp_path])
     assert "--remove default or smart-infinity jobs" in caught.value.remedy
     file.write_bytes(content)
     assert steps_in([tmp_path], JOB) == whole(8) and steps_in([tmp_path]) == whole(7)
-    flipped(tmp_path / ASIDE / "rank-00000/manifest.json", 100)
-    assert set_aside([tmp_path]).step == 8 and steps_in([tmp_path]) == whole(8)
+    flipped(tmp_path / ARCHIVE / "rank-00000/manifest.json", 100)
+    assert archive([tmp_path]).step == 8 and steps_in([tmp_path]) == whole(8)
 
 
 def test_a_damaged_part_and_one_that_cannot_be_reached(folders: list[Path]) -> None:
@@ -513,5 +513,5 @@ def test_a_damaged_part_and_one_that_cannot_be_reached(folders: list[Path]) -> N
     flipped(folders[0] / JOB / "rank-00000/manifest.json", 100)
     folders[1].rename(folders[1].with_name("unmounted"))
     with pytest.raises(StorageError, match="cannot be found"):
-        set_aside(folders[:1], ranks=2)
+        archive(folders[:1], ranks=2)
     assert len(files_of(folders[:1], JOB)) > 2
