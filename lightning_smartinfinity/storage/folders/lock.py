@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
-from lightning_smartinfinity.storage.io.files import transfer_all
+from lightning_smartinfinity.storage.io.files import write_all
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
 __all__ = [
@@ -256,7 +256,7 @@ def _copy_to_archive(folder: OpenFolder, content: bytes) -> None:
 
 def _write(descriptor: int, notes: Iterable[str]) -> None:
     content = "".join(f"{line}\n" for line in (os.getpid(), *sorted(notes))).encode()
-    transfer_all(partial(os.pwrite, descriptor), memoryview(content))
+    write_all(partial(os.pwrite, descriptor), memoryview(content))
     os.ftruncate(descriptor, len(content))
 
 

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.storage.folders.replacement import flush_open
-from lightning_smartinfinity.storage.io.files import transfer_all
+from lightning_smartinfinity.storage.io.files import write_all
 
 __all__ = ["ARCHIVE", "OpenFolder", "Trust"]
 
@@ -148,14 +148,14 @@ class OpenFolder:
         """
         descriptor = self.open(name, os.O_WRONLY)
         try:
-            written = transfer_all(partial(os.pwrite, descriptor), memoryview(content), offset or 0)
+            write_all(partial(os.pwrite, descriptor), memoryview(content), offset or 0)
             if offset is None:
-                os.ftruncate(descriptor, written)
+                os.ftruncate(descriptor, len(content))
             if flush:
                 os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
-        return written
+        return len(content)
 
     def replace(self, name: str, content: bytes, *, temporary: str, flush: bool = True) -> None:
         """Write a file atomically: a reader sees the old content, the new one, or no file.

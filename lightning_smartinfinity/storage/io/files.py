@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from lightning_smartinfinity import native
 from lightning_smartinfinity.storage.io.deadlines import in_time, when_returned
 
-__all__ = ["LimitedCalls", "OpenFile", "bounded", "limited", "listed", "resolved", "transfer_all"]
+__all__ = ["LimitedCalls", "OpenFile", "bounded", "limited", "listed", "resolved", "transfer_all", "write_all"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,6 +67,12 @@ def transfer_all(transfer: Callable[[memoryview, int], int], content: memoryview
     return done
 
 
+def write_all(write: Callable[[memoryview, int], int], content: memoryview, offset: int = 0) -> None:
+    """Repeat a write as :func:`transfer_all` does; raise OSError if it writes nothing more."""
+    if transfer_all(write, content, offset) < content.nbytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 class OpenFile:
     """An open file. It stays open until no call that was given up can use its descriptor.
 
@@ -95,7 +102,7 @@ class OpenFile:
 
     def write_all(self, content: memoryview, offset: int) -> None:
         """Write everything at an offset of the file."""
-        transfer_all(self._write, content, offset)
+        write_all(self._write, content, offset)
 
     def read_all(self, content: memoryview, offset: int) -> int:
         """Fill memory from an offset of the file; return the number of bytes, fewer only at the end of the file."""
