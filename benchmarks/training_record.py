@@ -42,24 +42,24 @@ COLUMNS = {
 def run(options: argparse.Namespace) -> Figures:
     """Train in this process, and time each record."""
     from lightning_smartinfinity import TopK
-    from lightning_smartinfinity.integrations.trainer.fit_record import FitRecording
+    from lightning_smartinfinity.integrations.trainer.fit_record import TrainerFitRecord
 
     settings = dict(SYSTEMS[options.child])
     if "compression" in settings:
         settings["compression"] = TopK(settings["compression"])
-    record = FitRecording._record_loop
+    record = TrainerFitRecord._record_loop
     seconds: list[float] = []
     ends: list[float] = []
     sizes: list[int] = []
 
-    def timed(recording: FitRecording, trainer: Any, *, after_batch: bool) -> None:
+    def timed(recording: TrainerFitRecord, trainer: Any, *, after_batch: bool) -> None:
         begin = time.perf_counter()
         record(recording, trainer, after_batch=after_batch)
         ends.append(time.perf_counter())
         seconds.append(ends[-1] - begin)
         sizes.append(max(path.stat().st_size for path in Path(options.storage).rglob("training-*.bin")))
 
-    FitRecording._record_loop = timed  # type: ignore[method-assign]
+    TrainerFitRecord._record_loop = timed  # type: ignore[method-assign]
     train_near_storage(
         options.size,
         options.steps,

@@ -22,7 +22,7 @@ from lightning_smartinfinity.export.shards import SHARD_SIZE
 from lightning_smartinfinity.settings.rules import Rule, one_of, optional, require
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_weights import CheckpointWeights
-from lightning_smartinfinity.zero3.checkpoints.formats.trust import door
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import loading_policy
 from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import Contents, SubmoduleWeights
 
 __all__ = ["FORMATS", "ExportSettings", "export_checkpoint"]
@@ -89,7 +89,7 @@ def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) 
     target = resolved(target)
     require_outside(target, checkpoint)
     require_unused(target)
-    with door(settings.weights_only, consent="--no-weights-only (in Python, weights_only=False)"):
+    with loading_policy(settings.weights_only, consent="--no-weights-only (in Python, weights_only=False)"):
         return _exported(checkpoint, target, settings)
 
 

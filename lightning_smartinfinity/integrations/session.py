@@ -20,7 +20,7 @@ from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.planning.automatic_strategy import Planned, Surroundings, plan_training, warn_of_no_gain
-from lightning_smartinfinity.resume.record import Recording
+from lightning_smartinfinity.resume.record import FitRecord
 from lightning_smartinfinity.settings import resolved_folder
 from lightning_smartinfinity.settings.rules import check, instance, optional
 from lightning_smartinfinity.settings.smartssd import require_xclbin_named
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
     from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 
-__all__ = ["NearStorage"]
+__all__ = ["TrainingSession"]
 
 T = TypeVar("T")
 
 
-class NearStorage(ABC):
+class TrainingSession(ABC):
     """Base class of the three entry points. It depends on neither Lightning nor transformers.
 
     In a strategy's bases it precedes one of Lightning's two ``DeepSpeedStrategy`` classes. It calls none of their
@@ -57,7 +57,7 @@ class NearStorage(ABC):
     """
 
     config: Any
-    _recording: Recording | None = None  # None: nothing is recorded
+    _fit_record: FitRecord | None = None  # None: nothing is recorded
 
     def _take_settings(self, arguments: Mapping[str, Any]) -> None:
         """Check and store the user's settings, and build DeepSpeed's configuration from them.
@@ -116,7 +116,7 @@ class NearStorage(ABC):
         Raises:
             ConfigError, StorageError, DeviceError, CudaError: The step failed on some rank, and was rolled back on all.
         """
-        optimizer = self._near_storage_optimizer
+        optimizer = self._training_optimizer
         if optimizer is not None:
             optimizer.update.drain()
 
@@ -158,7 +158,7 @@ class NearStorage(ABC):
         """Return the module that :meth:`save_pretrained` saves, without the wrappers of Lightning and DeepSpeed."""
 
     def _close_state(self, *, since: str) -> None:
-        optimizer = self._near_storage_optimizer
+        optimizer = self._training_optimizer
         if optimizer is not None:
             optimizer.close_storage(since=since)
 
@@ -201,11 +201,11 @@ class NearStorage(ABC):
 
     @property
     def _rank_state(self) -> RankState | None:
-        optimizer = self._near_storage_optimizer
+        optimizer = self._training_optimizer
         return None if optimizer is None else optimizer.rank_state
 
     @property
-    def _near_storage_optimizer(self) -> StorageOptimizer | None:
+    def _training_optimizer(self) -> StorageOptimizer | None:
         return None if self._training_engine is None else self._training_engine.optimizer
 
     def _prepare_environment(self, device: torch.device, *, local_world_size: int) -> None:
@@ -261,7 +261,7 @@ class NearStorage(ABC):
             check_state_format(self._settings.state_format, self._engine_config)
         self._begin_watch()
         later = f"a training of {type(model).__name__} that began at {time.strftime('%H:%M:%S')}"
-        resumes = self._recording is not None and self._recording.resumes
+        resumes = self._fit_record is not None and self._fit_record.resumes
         goes_on = self._has_fp32_in_memory(model) and not resumes
         kept = keep_masters(trainings_of(model), of=type(model).__name__) if goes_on else None
         idle = self._release_storage(later)
@@ -305,8 +305,8 @@ class NearStorage(ABC):
             gradient_itemsize=2 if gradients_are_16_bit(self._engine_config) else 4,
             parameter_itemsize=2 if is_16_bit(self._engine_config) else 4,
             feed_back_threads=feed_back_threads(settings.transfer.compute_threads, self._local_world_size),
-            resumes=self._recording is not None and self._recording.resumes,
-            records=self._recording is not None and self._recording.automatic,
+            resumes=self._fit_record is not None and self._fit_record.resumes,
+            records=self._fit_record is not None and self._fit_record.automatic,
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
         warn_of_no_gain(
@@ -404,7 +404,7 @@ class NearStorage(ABC):
         """Watch the other ranks until this strategy's training ends or :meth:`close` is called. Collective."""
         self._watch = begin_watch(self._settings.watchdog_timeout, self._settings.collective_timeout)
 
-    def _release_storage(self, later: str) -> set[NearStorage]:
+    def _release_storage(self, later: str) -> set[TrainingSession]:
         """Close the storage of this strategy's earlier training, and of an idle strategy on the same folders.
 
         Args:
@@ -434,7 +434,7 @@ class NearStorage(ABC):
         Args:
             completed: Whether the training ended without an error.
         """
-        optimizer = self._near_storage_optimizer
+        optimizer = self._training_optimizer
         if optimizer is not None:
             with saving():
                 failure = optimizer.rank_state.background.join()
@@ -456,4 +456,4 @@ class NearStorage(ABC):
 
 
 # Strategies whose training is over, by folders and job. Their state is readable until the next training closes it.
-_IDLE: dict[tuple[tuple[Path, ...], str], weakref.ref[NearStorage]] = {}
+_IDLE: dict[tuple[tuple[Path, ...], str], weakref.ref[TrainingSession]] = {}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.storage.records.training_record import TrainingRecord
     from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 
-__all__ = ["STORAGE", "Recording", "TrainingRecorder"]
+__all__ = ["STORAGE", "FitRecord", "RecordWriter"]
 
 STORAGE = "storage"
 """Takes the place of a checkpoint's path where an interrupted training resumes from its state on storage."""
@@ -28,7 +28,7 @@ _ENGINE, _LOOP = "engine", "loop"
 _INSTEAD = "Save checkpoints to resume from, or pass TransferConfig(keep=False) to write no training records."
 
 
-class TrainingRecorder:
+class RecordWriter:
     """Writes a rank's training records from the beginning of a training on.
 
     Args:
@@ -134,7 +134,7 @@ class TrainingRecorder:
             )
 
 
-class Recording:
+class FitRecord:
     """Lets the trainings of a strategy be resumed from storage. It outlives them.
 
     Args:
@@ -151,12 +151,12 @@ class Recording:
         self._how_to_resume, self._gap = how_to_resume, gap
         self.automatic = automatic
         self.resumes = False
-        self._recorder: TrainingRecorder | None = None
+        self._writer: RecordWriter | None = None
 
     @property
     def is_on(self) -> bool:
         """Whether records of a training are being written."""
-        return self._recorder is not None
+        return self._writer is not None
 
     def resume_next(self, transfer: TransferConfig, *, what: str) -> None:
         """Let the training that is set up next resume from storage.
@@ -184,7 +184,7 @@ class Recording:
             says: Whether this process says that an interrupted training cannot be resumed, if that is not obvious.
         """
         if transfer.is_resumable:
-            self._recorder = TrainingRecorder(engine, gap=self._gap)
+            self._writer = RecordWriter(engine, gap=self._gap)
         elif says and transfer.keep is not False:
             _log.warning(
                 "An interrupted training cannot be resumed from storage here: durability=%r leaves its state half "
@@ -194,14 +194,14 @@ class Recording:
             )
 
     def record(self, loop: ClientState, *, step: int) -> None:
-        """Write a record, as :meth:`TrainingRecorder.record` does; :meth:`begin` has been called."""
-        assert self._recorder is not None
-        self._recorder.record(loop, step=step)
+        """Write a record, as :meth:`RecordWriter.record` does; :meth:`begin` has been called."""
+        assert self._writer is not None
+        self._writer.record(loop, step=step)
 
     def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
-        """Change the last record, as :meth:`TrainingRecorder.rewrite` does; :meth:`begin` has been called."""
-        assert self._recorder is not None
-        self._recorder.rewrite(change)
+        """Change the last record, as :meth:`RecordWriter.rewrite` does; :meth:`begin` has been called."""
+        assert self._writer is not None
+        self._writer.rewrite(change)
 
     def say_how_to_resume(self, settings: StrategySettings) -> None:
         """Log where an interrupted training's state stays, and how to resume or remove it."""
@@ -236,7 +236,7 @@ class Recording:
 
     def end(self) -> None:
         """Record no longer."""
-        self._recorder = None
+        self._writer = None
 
 
 def _restore(engine: SmartInfinityEngine, *, frozen: int) -> ClientState:

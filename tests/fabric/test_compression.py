@@ -59,7 +59,7 @@ class Training:
     def residual(self) -> torch.Tensor:
         """A copy of the residual."""
         held: Any = self.fabric.strategy
-        return held._near_storage_optimizer.rank_state.compressed.residual.clone()  # type: ignore[no-any-return]
+        return held._training_optimizer.rank_state.compressed.residual.clone()  # type: ignore[no-any-return]
 
     @property
     def state(self) -> dict[str, Any]:

@@ -229,7 +229,7 @@ def fit(scratch: Path, folder: Path, *, resume: str | None = None, max_steps: in
     trainer = _trainer(scratch, max_steps=max_steps, callbacks=[last])
     module = LitTiny(RECIPE)
     trainer.fit(module, ckpt_path=resume)
-    ends = {"weights": weights_digest(module), "state": state_digest(trainer.strategy._near_storage_optimizer, module)}
+    ends = {"weights": weights_digest(module), "state": state_digest(trainer.strategy._training_optimizer, module)}
     dist.barrier()
     there = sorted(str(path.relative_to(folder)) for path in folder.glob("*"))
     tested = _trainer(scratch, max_steps=max_steps)

@@ -56,7 +56,7 @@ class HungDisk(pl.Callback):
                 state_store.write_record = self._never_return  # type: ignore[assignment]
             if self._file in ("state", "all"):
                 strategy.drain()
-                device = strategy._near_storage_optimizer.rank_state.handler._device
+                device = strategy._training_optimizer.rank_state.handler._device
                 self._holds.append(Hold(device.pipeline, read_at=0, count=EVERY))
             if self._file in ("parameters", "all"):
                 self._holds.append(Hold(strategy._parameters.store.core, read_at=0, count=EVERY))

@@ -67,7 +67,7 @@ class Interrupted:
         try:
             quiet_trainer(self._root, strategy, max_steps=_RECIPE.max_steps, precision="32-true").fit(module, **how)
             strategy.drain()
-            optimizer: Any = strategy._near_storage_optimizer
+            optimizer: Any = strategy._training_optimizer
             masters: Bits = []
             optimizer.rank_state.handler.state.scan(
                 lambda window: masters.append(torch.from_numpy(window.arrays[0].copy()))

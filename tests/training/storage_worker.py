@@ -238,7 +238,7 @@ class Watch(pl.Callback):
             note_weights(self.run, trainer, module)
         die(self.run, "batch start", trainer)
         if self.run.spread_every and trainer.global_step % self.run.spread_every == 0:
-            handler = trainer.strategy._near_storage_optimizer.update.drained_handler()  # type: ignore[attr-defined]
+            handler = trainer.strategy._training_optimizer.update.drained_handler()  # type: ignore[attr-defined]
             enter(self.run, "growth")
             die(self.run, "growth", trainer)
             spread(handler._store, last=trainer.global_step % (2 * self.run.spread_every) == 0)
@@ -436,7 +436,7 @@ def fit(run: StorageRun) -> SmartInfinityStrategy:
     if run.kill_at.endswith("at saved end"):
         trainer.save_checkpoint(Path(run.out) / "end.ckpt")
     die(run, "saved end", trainer)
-    optimizer = strategy._near_storage_optimizer
+    optimizer = strategy._training_optimizer
     assert optimizer is not None
     end = {
         "state": state_digest(optimizer, module),
@@ -444,7 +444,7 @@ def fit(run: StorageRun) -> SmartInfinityStrategy:
         "epoch": trainer.current_epoch,
         "seen": module.seen,
         "random": [torch.rand(1).item(), float(np.random.rand()), random.random()],
-        "books": [[*one.best_k_models, one.best_model_path, one.last_model_path] for one in checkpoints],
+        "index": [[*one.best_k_models, one.best_model_path, one.last_model_path] for one in checkpoints],
     }
     (Path(run.out) / f"end-{trainer.global_rank}.json").write_text(json.dumps(end))
     if checkpoints:

@@ -126,7 +126,7 @@ class Room(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        handler = strategy._near_storage_optimizer.rank_state.handler
+        handler = strategy._training_optimizer.rank_state.handler
         extents = handler._layout.extents
         first = sum(extents.file_bytes(device) for device in range(extents.num_devices))
         self.share = strategy.state_bytes / first

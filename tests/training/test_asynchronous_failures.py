@@ -167,7 +167,7 @@ def test_a_kill_within_a_copy(
 ) -> None:
     """The checkpoint of before is whole, and the training resumes from storage to the same bits.
 
-    ``test_a_kill_within_a_copy`` of ``test_checkpoint_books.py`` always runs, with two processes, as do kills at random
+    ``test_a_kill_within_a_copy`` of ``test_checkpoint_index.py`` always runs, with two processes, as do kills at random
     of ``test_storage_resume_kills.py``, which compare all bits.
     """
     attack("kill while a checkpoint is saved beside training", tries=1, outcome="checkpoint and store are whole")

@@ -162,8 +162,8 @@ def test_no_memory_to_select_on_a_device(begun: int, tmp_path: Path, monkeypatch
     )
     with pytest.raises(CudaError, match=r"no memory on cpu.*too much.*smaller tasklets"):
         fit(LitTiny(Recipe(depth=1, max_steps=1)), tmp_path, strategy, max_steps=1)
-    assert strategy._near_storage_optimizer is not None
-    assert strategy._near_storage_optimizer.rank_state.handler.generation == 0
+    assert strategy._training_optimizer is not None
+    assert strategy._training_optimizer.rank_state.handler.generation == 0
     assert len(selected) == begun
 
 

@@ -51,7 +51,7 @@ def test_a_read_waits_for_the_update_whatever_is_gathered_with_it(tmp_path: Path
 
     def slow_down(module: Small) -> None:
         if isinstance(module.trainer.strategy, SmartInfinityStrategy):
-            optimizer = module.trainer.strategy._near_storage_optimizer
+            optimizer = module.trainer.strategy._training_optimizer
             assert optimizer is not None
             testing.inject(optimizer.update.drained_handler()._device._pipeline, max_delay_us=50_000)  # type: ignore[attr-defined]
 

@@ -88,7 +88,7 @@ class Sizes(LitTiny):
     """A module that records the element sizes announced before the engine exists and the sizes in use."""
 
     def on_train_end(self) -> None:
-        optimizer = self.trainer.strategy._near_storage_optimizer
+        optimizer = self.trainer.strategy._training_optimizer
         offload, arena = optimizer._offload, optimizer.rank_state.arena
         self.told = (offload.gradient_itemsize, offload.parameter_itemsize)
         self.found = (arena.buffer.element_size(), optimizer.dtype.itemsize)

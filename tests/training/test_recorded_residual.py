@@ -35,7 +35,7 @@ def strategy_in(root: Path, overlap: str = "none") -> SmartInfinityStrategy:
 def state_of(strategy: Any) -> list[torch.Tensor]:
     """Return the residual and all masters."""
     strategy.drain()
-    rank_state, masters = strategy._near_storage_optimizer.rank_state, []
+    rank_state, masters = strategy._training_optimizer.rank_state, []
     rank_state.handler.state.scan(lambda window: masters.append(torch.from_numpy(window.arrays[0].copy())))
     return [rank_state.residual.clone(), *masters]
 

@@ -29,7 +29,7 @@ def strategy_in(root: Path, *, overlap: str = "none", error_feedback: bool = Tru
 
 
 def residual_of(strategy: Any) -> torch.Tensor:
-    return strategy._near_storage_optimizer.rank_state.compressed.residual  # type: ignore[no-any-return]
+    return strategy._training_optimizer.rank_state.compressed.residual  # type: ignore[no-any-return]
 
 
 class Watching(LitTiny):
@@ -80,7 +80,7 @@ def test_a_failed_step_leaves_it(tmp_path: Path) -> None:
     class Failing(Watching):
         def on_train_batch_end(self, *args: Any) -> None:
             super().on_train_batch_end(*args)
-            store = self.trainer.strategy._near_storage_optimizer.rank_state.handler._store
+            store = self.trainer.strategy._training_optimizer.rank_state.handler._store
 
             def fail(**_: Any) -> None:
                 raise StorageError("Cannot commit.", "Try again.")
@@ -109,7 +109,7 @@ def test_ctrl_c_right_after_a_commit(tmp_path: Path, overlap: str, done: str) ->
 
     class Interrupted(Watching):
         def on_train_batch_start(self, *args: Any) -> None:
-            handler = self.trainer.strategy._near_storage_optimizer.rank_state.handler
+            handler = self.trainer.strategy._training_optimizer.rank_state.handler
             owner = handler._store if done == "record" else handler
             if self.trainer.global_step == 1 and not hasattr(self, "commit"):
                 self.commit = owner.commit
@@ -127,7 +127,7 @@ def test_ctrl_c_right_after_a_commit(tmp_path: Path, overlap: str, done: str) ->
         trainer.fit(module)
     strategy.drain()
     assert hasattr(module, "commit")
-    committed = strategy._near_storage_optimizer.rank_state.handler.generation
+    committed = strategy._training_optimizer.rank_state.handler.generation
     assert torch.equal(residual_of(strategy), straight.seen[committed])
 
 
@@ -138,7 +138,7 @@ def test_a_damaged_payload(tmp_path: Path) -> None:
     class Damaging(Watching):
         def on_train_batch_start(self, *args: Any) -> None:
             if self.trainer.global_step == 1:
-                state = self.trainer.strategy._near_storage_optimizer.rank_state
+                state = self.trainer.strategy._training_optimizer.rank_state
                 commit = state.handler._store.commit
 
                 def damaging(**settings: Any) -> None:
@@ -150,7 +150,7 @@ def test_a_damaged_payload(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot be kept.*version.*resume from a checkpoint"):
         fit(Damaging(RECIPE), tmp_path, strategy, max_steps=3)
     with pytest.raises(StorageError, match="is lost"):
-        _ = strategy._near_storage_optimizer.rank_state.handler
+        _ = strategy._training_optimizer.rank_state.handler
 
 
 def test_no_memory_to_keep_what_was_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

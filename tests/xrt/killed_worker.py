@@ -52,7 +52,7 @@ class Killed(LitTiny):
             self.trainer.save_checkpoint(self.path)
 
     def on_train_end(self) -> None:
-        handler: Any = self.trainer.strategy._near_storage_optimizer.update.drained_handler()
+        handler: Any = self.trainer.strategy._training_optimizer.update.drained_handler()
         self.arrays = [
             {name: torch.from_numpy(values.copy()) for name, values in handler.state.read_parameter(index).items()}
             for index in range(len(handler.steps))

@@ -45,7 +45,7 @@ class LitGPT2(pl.LightningModule):
         return DataLoader(tokens, batch_size=1)  # type: ignore[arg-type]
 
     def on_train_end(self) -> None:
-        optimizer = self.trainer.strategy._near_storage_optimizer
+        optimizer = self.trainer.strategy._training_optimizer
         handler = optimizer.update.drained_handler()
         for index, parameter in enumerate(optimizer.partition.layout.parameters):
             digest = hashlib.sha256()

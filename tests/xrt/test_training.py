@@ -58,8 +58,8 @@ class Reporting(LitTiny):
 
     def on_train_end(self) -> None:
         self.trainer.strategy.drain()
-        handler = self.trainer.strategy._near_storage_optimizer.rank_state.handler
-        layout = self.trainer.strategy._near_storage_optimizer.partition.layout
+        handler = self.trainer.strategy._training_optimizer.rank_state.handler
+        layout = self.trainer.strategy._training_optimizer.partition.layout
         self.arrays = {
             name: {array: torch.from_numpy(values) for array, values in handler.state.read_parameter(index).items()}
             for index, name in enumerate(parameter.name for parameter in layout.parameters)
@@ -190,7 +190,7 @@ def test_a_read_that_does_not_return_in_a_fit(
 
     class Held(Reporting):
         def on_train_batch_end(self, *args: Any) -> None:
-            handler = self.trainer.strategy._near_storage_optimizer.rank_state.handler
+            handler = self.trainer.strategy._training_optimizer.rank_state.handler
             pipeline = handler._device._workers[0].pipeline
             if not hasattr(self, "hold"):
                 self.hold = Hold(pipeline, read_at=0)

@@ -69,7 +69,7 @@ class Failing(LitTiny):
 
 def trained_to(trainer: Any) -> list[dict[str, bytes]]:
     """Return every array of every parameter."""
-    handler = trainer.strategy._near_storage_optimizer.update.drained_handler()
+    handler = trainer.strategy._training_optimizer.update.drained_handler()
     arrays = [handler.state.read_parameter(index) for index in range(len(handler.steps))]
     return [{name: values.tobytes() for name, values in each.items()} for each in arrays]
 
@@ -149,7 +149,7 @@ def test_a_card_that_takes_its_ssd_along(
 
     def fail(trainer: Any) -> None:
         trainer.strategy.drain()
-        device = trainer.strategy._near_storage_optimizer.rank_state.handler._device
+        device = trainer.strategy._training_optimizer.rank_state.handler._device
         for pipeline in (device._host.pipeline, device._workers[1].pipeline):
             inject(pipeline, fail_read_at=0)
         emulated_cards.lose(1)
@@ -159,7 +159,7 @@ def test_a_card_that_takes_its_ssd_along(
     module = Failing("last step", fail, tmp_path)
     with pytest.raises(StorageError, match=r"state\.bin.*Input/output error"):
         trainer.fit(module)
-    handler = strategy._near_storage_optimizer.update.drained_handler()
+    handler = strategy._training_optimizer.update.drained_handler()
     assert handler.generation == RECIPE.max_steps - 1 and not handler.in_flight
     found = trained_to(trainer)
     strategy.close()
@@ -180,7 +180,7 @@ def test_a_write_that_does_not_return(
 
     def fail(trainer: Any) -> None:
         trainer.strategy.drain()
-        device = trainer.strategy._near_storage_optimizer.rank_state.handler._device
+        device = trainer.strategy._training_optimizer.rank_state.handler._device
         late.append((device._workers[1].pipeline, Hold(device._workers[1].pipeline, write_at=0)))
 
     strategy = on_cards(emulated_cards, tmp_path, overlap=overlap, timeout=lenient())
@@ -192,7 +192,7 @@ def test_a_write_that_does_not_return(
     trainer.save_checkpoint(tmp_path / "late.ckpt")
     found = trained_to(trainer)
     assert pipeline.busy and pipeline.writes_out() and hold.count == 1
-    assert strategy._near_storage_optimizer.update.drained_handler().generation == RECIPE.max_steps - 1
+    assert strategy._training_optimizer.update.drained_handler().generation == RECIPE.max_steps - 1
     hold.release()
     strategy.close()
     shorter = Failing("never", None, tmp_path)

@@ -153,7 +153,7 @@ def test_shared_memory_op_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> No
     assert build_shm_op() is None, "a compiler would be needed on every machine (zero3/setup/environment.py)"
 
 
-@pytest.mark.seam("NearStorage and take_options set them, and DeepSpeed is imported after the accelerator is known")
+@pytest.mark.seam("TrainingSession and take_options set them, and DeepSpeed is imported after the accelerator is known")
 def test_strategy_has_every_attribute_of_its_base() -> None:
     """Our constructor sets every attribute that DeepSpeedStrategy.__init__, which it skips, would have set."""
     assert set(vars(DeepSpeedStrategy(stage=3))) <= set(vars(SmartInfinityStrategy()))

@@ -22,7 +22,7 @@ from lightning_smartinfinity.integrations.fabric.strategy import SmartInfinityFa
 from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
 
 
-@pytest.mark.seam("NearStorage and SmartInfinityFabricStrategy set them")
+@pytest.mark.seam("TrainingSession and SmartInfinityFabricStrategy set them")
 def test_strategy_has_every_attribute_of_its_base() -> None:
     """Our constructor sets every attribute that DeepSpeedStrategy.__init__, which it skips, would have set."""
     assert set(vars(DeepSpeedStrategy(stage=3))) <= set(vars(SmartInfinityFabricStrategy()))

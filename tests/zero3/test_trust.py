@@ -22,7 +22,12 @@ from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.formats import trust
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import loss_scaler_of, numbers_of
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMAGE
-from lightning_smartinfinity.zero3.checkpoints.formats.trust import door, load_file, load_without_memory, warn_of_types
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import (
+    load_file,
+    load_without_memory,
+    loading_policy,
+    warn_of_types,
+)
 from tests.helpers.hostile import Hostile, executed
 
 PACKAGE = Path(__file__).parents[2] / "lightning_smartinfinity"
@@ -37,7 +42,7 @@ class Others:
 
 
 def test_one_module_loads_pickles() -> None:
-    """Whoever reads a pickle has to ask at the door: nothing else calls torch.load or unpickles."""
+    """Whoever reads a pickle has to use the loading policy: nothing else calls torch.load or unpickles."""
     call = re.compile(r"torch\.load\(|pickle\.loads?\(|np\.load\(|allow_pickle")
     code = {file.name: re.sub(r"#.*", "", file.read_text()) for file in PACKAGE.rglob("*.py")}
     found = {name for name, text in code.items() if call.search(text)}
@@ -51,11 +56,11 @@ def test_a_hostile_file(load: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"file\.pt holds more .*: {Hostile.CALLS}\. ") as caught:
         load(tmp_path / "file.pt")
     assert "weights_only=False where you load it" in caught.value.remedy
-    with door(None, consent="weights_only=False to it"), pytest.raises(CheckpointError) as caught:
+    with loading_policy(None, consent="weights_only=False to it"), pytest.raises(CheckpointError) as caught:
         load(tmp_path / "file.pt")
     assert "pass weights_only=False to it;" in caught.value.remedy
     assert not executed(tmp_path)
-    with door(False, consent=""):
+    with loading_policy(False, consent=""):
         load(tmp_path / "file.pt")
     assert executed(tmp_path)
 
@@ -63,7 +68,7 @@ def test_a_hostile_file(load: Any, tmp_path: Path) -> None:
 def test_consent_ends_with_its_load(tmp_path: Path) -> None:
     """It lasts as long as the load for which it was given, also if that fails."""
     torch.save(Ours(), tmp_path / "file.pt")
-    with pytest.raises(ZeroDivisionError), door(False, consent=""):
+    with pytest.raises(ZeroDivisionError), loading_policy(False, consent=""):
         _ = 1 / 0
     with pytest.raises(CheckpointError):
         load_file(tmp_path / "file.pt")

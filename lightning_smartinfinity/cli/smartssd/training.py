@@ -64,8 +64,8 @@ class _Layer(pl.LightningModule):
         strategy = self.trainer.strategy
         assert isinstance(strategy, SmartInfinityStrategy)
         strategy.drain()
-        assert strategy._near_storage_optimizer is not None
-        self.arrays = strategy._near_storage_optimizer.rank_state.handler.state.read_parameter(0)
+        assert strategy._training_optimizer is not None
+        self.arrays = strategy._training_optimizer.rank_state.handler.state.read_parameter(0)
 
 
 def compare_trainings(folders: list[str], settings: SmartSSDConfig, *, optimizer: str) -> dict[str, Any]:

@@ -40,9 +40,9 @@ from lightning_smartinfinity.integrations.lightning_options import (
     take_options,
 )
 from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
-from lightning_smartinfinity.integrations.session import NearStorage
+from lightning_smartinfinity.integrations.session import TrainingSession
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
-from lightning_smartinfinity.resume.record import STORAGE, Recording
+from lightning_smartinfinity.resume.record import STORAGE, FitRecord
 from lightning_smartinfinity.settings import (
     ActivationOffload,
     GradientCodec,
@@ -72,7 +72,7 @@ class FabricOptions(SharedOptions, total=False):
 
 
 @documents_settings
-class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
+class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
     """:class:`~lightning_smartinfinity.SmartInfinityStrategy` for Lightning Fabric.
 
     One model with one optimizer trains at a time; further models may be set up without an optimizer. Gradients of all
@@ -91,7 +91,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         fabric = Fabric(strategy=SmartInfinityFabricStrategy(storage=["/mnt/nvme0", "/mnt/nvme1"]))
     """
 
-    _recording: Recording
+    _fit_record: FitRecord
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         take_options(self, options, known=FabricOptions, remedies=OF_FABRIC)
         self._backward_sync_control = _AlwaysSync()
         self._deepspeed_engine = None
-        self._recording = Recording(
+        self._fit_record = FitRecord(
             how_to_resume="run it again with fabric.strategy.resume() before fabric.setup",
             gap="fabric.strategy.record() follows not every step",
             automatic=False,
@@ -141,7 +141,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             UnsupportedError: A training was set up already.
         """
         self._refuse_second_training("fabric.strategy.resume", "Call it before fabric.setup")
-        self._recording.resume_next(self._settings.transfer, what="fabric.strategy.resume()")
+        self._fit_record.resume_next(self._settings.transfer, what="fabric.strategy.resume()")
 
     def record(self, state: Mapping[str, Any]) -> None:
         """Write a training record, from which an interrupted training resumes after the last step.
@@ -172,23 +172,23 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 "fabric.strategy.record was called between backward and step, where no training can resume.",
                 "Call it after optimizer.step().",
             )
-        if not self._recording.is_on:
-            self._recording.begin(self._training_engine, self._settings.transfer, says=self.is_global_zero)
-        if self._recording.is_on:
+        if not self._fit_record.is_on:
+            self._fit_record.begin(self._training_engine, self._settings.transfer, says=self.is_global_zero)
+        if self._fit_record.is_on:
             keeping = optimizer.rank_state.keeping
             keeping.says_end = False
             if self.is_global_zero:
-                keeping.told = partial(self._recording.say_how_to_resume, self._settings)
+                keeping.told = partial(self._fit_record.say_how_to_resume, self._settings)
             loop = self._convert_stateful_objects_in_state(rest, filter={})
-            self._recording.record(loop, step=int(self._training_engine.global_steps))
+            self._fit_record.record(loop, step=int(self._training_engine.global_steps))
 
     @override
     def close(self) -> None:
         if self._rank_state is not None and self._rank_state.is_open:
             self._rank_state.keeping.completed = sys.exc_info()[0] is None
         super().close()
-        self._recording.end()
-        self._recording.resumes = self._awaits_load = False
+        self._fit_record.end()
+        self._fit_record.resumes = self._awaits_load = False
 
     def _require_loaded(self) -> None:
         if self._awaits_load:
@@ -291,8 +291,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             self._plan(model, replace(self._surroundings(), optimizer=type(optimizer).__name__))
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
         engine.optimizer.used_gradients.expects_reset = True
-        self._recording.end()
-        self._awaits_load = self._recording.resumes
+        self._fit_record.end()
+        self._awaits_load = self._fit_record.resumes
         return engine, optimizer, scheduler
 
     def _surroundings(self) -> Surroundings:
@@ -340,7 +340,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 f"fabric.clip_gradients(norm_type={norm_type!r}) does not work with the smart_infinity strategy.",
                 "Use norm_type=2.0, or clip by value.",
             )
-        trained = self._near_storage_optimizer
+        trained = self._training_optimizer
         assert trained is not None, "gradients are clipped in a training"
         norm = clip_norm(trained, float(max_norm))
         return norm_as_torch(norm, error_if_nonfinite=error_if_nonfinite)
@@ -349,7 +349,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
         from lightning_smartinfinity.zero3.optimizer.clipping import clip_values
 
-        trained = self._near_storage_optimizer
+        trained = self._training_optimizer
         assert trained is not None, "gradients are clipped in a training"
         clip_values(trained, float(clip_val))
 
@@ -395,12 +395,12 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        from lightning_smartinfinity.zero3.checkpoints.formats.trust import door
+        from lightning_smartinfinity.zero3.checkpoints.formats.trust import loading_policy
         from lightning_smartinfinity.zero3.engine.load_save import load_engine
 
         if isinstance(state, Module):  # fabric.load_raw
             engine, _ = split_state({"model": state})
-            with door(weights_only, consent="weights_only=False to fabric.load_raw"):
+            with loading_policy(weights_only, consent="weights_only=False to fabric.load_raw"):
                 weights = read_state_dict(self.checkpoint_io.load_checkpoint, path)
                 self._load_weights(weights, engine, strict=strict)
             return {}
@@ -411,14 +411,14 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             )
         engine, rest = split_state(state)
         if self._awaits_load and str(path) == STORAGE and engine is self._training_engine:
-            loaded = self._recording.restore(self._training_engine)
-            self._recording.resumes = self._awaits_load = False
+            loaded = self._fit_record.restore(self._training_engine)
+            self._fit_record.resumes = self._awaits_load = False
             move_into(rest, loaded, path=path, strict=strict)
             state.update(rest)
             return loaded
         with_optimizer = len(rest) + 1 < len(state)
         limit = io_limit(self._settings.transfer.io_timeout)
-        with limit, door(weights_only, consent="weights_only=False to fabric.load"):
+        with limit, loading_policy(weights_only, consent="weights_only=False to fabric.load"):
             if self.load_full_weights:
                 refuse_optimizer(with_optimizer)
                 loaded = self._load_full(path, state, engine, strict=strict)

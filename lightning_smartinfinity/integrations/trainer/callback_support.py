@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from lightning_smartinfinity.common.patches import Shared, wrapped
 from lightning_smartinfinity.common.update_rules import optimizer_names
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.integrations.session import NearStorage
+from lightning_smartinfinity.integrations.session import TrainingSession
 
 __all__ = [
     "REFUSED_CALLBACKS",
@@ -265,7 +265,7 @@ def _require_one_fit(finder: BatchSizeFinder, trainer: pl.Trainer) -> None:
 _SEARCHING = Shared(lambda: wrapped(tuning, "_check_scale_batch_size_configuration", _check_search))
 
 
-def admit_batch_size_search(strategy: NearStorage) -> Callable[[], object]:
+def admit_batch_size_search(strategy: TrainingSession) -> Callable[[], object]:
     """Allow ``Tuner.scale_batch_size`` to begin its fit, in which :func:`adapt_callbacks` checks the callback.
 
     Args:
@@ -279,7 +279,7 @@ def admit_batch_size_search(strategy: NearStorage) -> Callable[[], object]:
 
 
 def _check_search(check: Callable[..., None], trainer: pl.Trainer) -> None:
-    check(_AnyStrategy(trainer) if isinstance(trainer.strategy, NearStorage) else trainer)
+    check(_AnyStrategy(trainer) if isinstance(trainer.strategy, TrainingSession) else trainer)
 
 
 def _admit_average(callback: Any, trainer: pl.Trainer) -> None:

@@ -1,8 +1,8 @@
 """Records the ModelCheckpoints' own lists of checkpoints, so that a resumed fit lists only complete checkpoints.
 
 A ModelCheckpoint adds a checkpoint to its fields (``best_k_models``, ``last_model_path``, ...) before it is saved. Such
-a set of fields is called the callback's books here. A training record holds the books as of the last complete
-checkpoint, followed by the books of each save in progress. The record is rewritten before a save begins, so that it
+a set of fields is called the callback's index here. A training record holds the index as of the last complete
+checkpoint, followed by the index of each save in progress. The record is rewritten before a save begins, so that it
 already lists every checkpoint that completes, and every removal that follows.
 """
 
@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.untyped import ClientState
 
-__all__ = ["CheckpointBooks", "model_checkpoints"]
+__all__ = ["CheckpointIndex", "model_checkpoints"]
 
 _FIELDS = (
     "best_model_score",
@@ -41,7 +41,7 @@ def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 @dataclass
 class _Entry:
-    """The books of a ModelCheckpoint as they are valid once a save is complete.
+    """The index of a ModelCheckpoint as it is valid once a save is complete.
 
     Args:
         fields: The fields of the callback's state that describe its checkpoints.
@@ -49,7 +49,7 @@ class _Entry:
         saved: Path of the checkpoint itself; the link's target if ``path`` is a link.
         step: Optimizer steps of the training at the save.
         has_begun: Whether the save is complete, or runs as a background job.
-        num_jobs: Number of jobs that must be done before these books are valid; None: all jobs started so far.
+        num_jobs: Number of jobs that must be done before this index is valid; None: all jobs started so far.
     """
 
     fields: dict[str, Any]
@@ -60,8 +60,8 @@ class _Entry:
     num_jobs: int | None = None
 
 
-class CheckpointBooks:
-    """The books of a Trainer's ModelCheckpoints: those of the last complete save, and of each save in progress.
+class CheckpointIndex:
+    """The index of a Trainer's ModelCheckpoints: that of the last complete save, and of each save in progress.
 
     Args:
         trainer: The Trainer.
@@ -74,7 +74,7 @@ class CheckpointBooks:
         self._entries = {id(one): [_present(one)] for one in model_checkpoints(trainer)}
 
     def begin_save(self, callback: ModelCheckpoint, path: str, *, link_to: str | None = None) -> None:
-        """Record the start of a save that the callback has already added to its books.
+        """Record the start of a save that the callback has already added to its index.
 
         Args:
             callback: The callback.
@@ -98,7 +98,7 @@ class CheckpointBooks:
         self._entries[id(callback)][-1].has_begun = True
 
     def describe(self) -> ClientState:
-        """Return the books for a training record, by the callbacks' keys."""
+        """Return the index for a training record, by the callbacks' keys."""
         return {
             callback.state_key: [
                 {"fields": entry.fields, "path": entry.path, "saved": entry.saved, "step": entry.step}
@@ -108,19 +108,19 @@ class CheckpointBooks:
         }
 
     def roll_back(self) -> None:
-        """Reset the callbacks to the books of the last complete save, if a later save has failed."""
+        """Reset the callbacks to the index of the last complete save, if a later save has failed."""
         for callback in model_checkpoints(self._trainer):
             first = self._settled(callback)[0]
             if not self._is_right(first, is_last=len(self._entries[id(callback)]) == 1):
                 vars(callback).update(first.fields)
 
     def restore(self, callback: ModelCheckpoint, described: Sequence[Mapping[str, Any]], num_whole: int) -> ClientState:
-        """Reset a callback to its newest valid books; return the fields of its state. Collective.
+        """Reset a callback to its newest valid index; return the fields of its state. Collective.
 
         Args:
             callback: The callback.
             described: The callback's part of :meth:`describe`.
-            num_whole: Number of valid books, counted from the first.
+            num_whole: Number of valid entries, counted from the first.
         """
         entries = [_Entry(**one) for one in described[:num_whole]]
         for before, after in pairwise(entries):
@@ -156,7 +156,7 @@ def _fields_of(callback: ModelCheckpoint) -> dict[str, Any]:
 
 
 def _outdated(callback: ModelCheckpoint, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the checkpoints that the callback removes when its books change from ``before`` to ``after``."""
+    """Yield the checkpoints that the callback removes when its index changes from ``before`` to ``after``."""
     kept = {*after["best_k_models"], after["best_model_path"], after["last_model_path"]}
     if callback.monitor is not None:
         yield from (path for path in before["best_k_models"] if path not in kept)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointBooks, model_checkpoints
+from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointIndex, model_checkpoints
 from lightning_smartinfinity.resume.fit_loaders import FitLoaders, take_seed
 from lightning_smartinfinity.resume.loops import (
     begin_epoch_after_last,
@@ -25,7 +25,7 @@ from lightning_smartinfinity.resume.loops import (
     passed_to_run,
 )
 from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
-from lightning_smartinfinity.resume.record import STORAGE, Recording
+from lightning_smartinfinity.resume.record import STORAGE, FitRecord
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings.strategy import StrategySettings
 from lightning_smartinfinity.zero3.ranks.collectives import gather
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
     from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 
-__all__ = ["FitRecording", "go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
+__all__ = ["TrainerFitRecord", "go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
 
-_BOOKS = "books"
+_INDEX = "books"
 _LEFT_OUT = frozenset(
     {
         "state_dict",
@@ -53,7 +53,7 @@ _LEFT_OUT = frozenset(
 )
 
 
-class FitRecording(Recording):
+class TrainerFitRecord(FitRecord):
     """Records the fits of a Trainer, and resumes them from a record, or with the random states of a checkpoint.
 
     Attributes:
@@ -67,7 +67,7 @@ class FitRecording(Recording):
             automatic=True,
         )
         self.was_interrupted = False
-        self._books: CheckpointBooks | None = None
+        self._index: CheckpointIndex | None = None
         self._random_state: dict[str, Any] | None = None
         self._goes_on_after_batch = False
         self._loaders: FitLoaders | None = None
@@ -94,14 +94,14 @@ class FitRecording(Recording):
                 "Pass the path of a checkpoint, or 'best' or 'last'; or call fit(ckpt_path='storage') before.",
             )
 
-    def watch(self, trainer: pl.Trainer, books: CheckpointBooks | None) -> None:
+    def watch(self, trainer: pl.Trainer, index: CheckpointIndex | None) -> None:
         """Write a record after each step of a fit that is being set up; :meth:`begin_fit` switches this on.
 
         Args:
             trainer: The Trainer.
-            books: Books of the Trainer's ModelCheckpoints; None if nothing is trained.
+            index: Index of the Trainer's ModelCheckpoints; None if nothing is trained.
         """
-        self._books = books
+        self._index = index
         watch_steps(trainer, partial(self._record_loop, trainer, after_batch=True))
 
     def take_random_state(self, trainer: pl.Trainer, client_state: ClientState) -> None:
@@ -119,8 +119,8 @@ class FitRecording(Recording):
         """
         loop = self.restore(engine)
         checkpoint = restore_loop(trainer, loop)
-        if self._books is not None:
-            restore_books(trainer, self._books, engine.saves, loop, checkpoint.get("callbacks", {}))
+        if self._index is not None:
+            restore_index(trainer, self._index, engine.saves, loop, checkpoint.get("callbacks", {}))
         self._goes_on_after_batch, self._saved_loaders = loop["after_batch"], loop["loaders"]
         if fits(loop[RNG_KEY], world_size=trainer.world_size, warn=trainer.is_global_zero):
             self._random_state = loop[RNG_KEY]
@@ -163,17 +163,17 @@ class FitRecording(Recording):
                 RNG_KEY: random,
                 "loaders": self._loaders.state(),
                 **loop_state(trainer),
-                **self._described_books(),
+                **self._described_index(),
             }
             self.record(loop, step=trainer.global_step)
 
-    def record_books(self) -> None:
-        """Rewrite the last record with the present books, before a save."""
+    def record_index(self) -> None:
+        """Rewrite the last record with the present index, before a save."""
         if self.is_on:
-            self.rewrite(lambda loop: {**loop, **self._described_books()})
+            self.rewrite(lambda loop: {**loop, **self._described_index()})
 
-    def _described_books(self) -> ClientState:
-        return {} if self._books is None else {_BOOKS: self._books.describe()}
+    def _described_index(self) -> ClientState:
+        return {} if self._index is None else {_INDEX: self._index.describe()}
 
     def end_fit(self, settings: StrategySettings, rank_state: RankState | None, *, says: bool) -> None:
         """Stop recording, and log how to resume if the fit was interrupted and its state is kept.
@@ -191,19 +191,19 @@ class FitRecording(Recording):
         self.end()
 
 
-def restore_books(
-    trainer: pl.Trainer, books: CheckpointBooks, saves: BackgroundSaves, loop: ClientState, states: ClientState
+def restore_index(
+    trainer: pl.Trainer, index: CheckpointIndex, saves: BackgroundSaves, loop: ClientState, states: ClientState
 ) -> None:
     """Reset ModelCheckpoints to the complete checkpoints, and remove parts of incomplete ones. Collective.
 
     Args:
         trainer: The Trainer.
-        books: Its ModelCheckpoints' books.
+        index: Its ModelCheckpoints' index.
         saves: The background saves of its training.
         loop: The loop's part of a training record.
         states: The callbacks' states in that record; changed in place.
     """
-    described = gather(loop.get(_BOOKS, {}), None)[0]
+    described = gather(loop.get(_INDEX, {}), None)[0]
     for callback in model_checkpoints(trainer):
         entries = described.get(callback.state_key)
         if not entries or callback.state_key not in states:
@@ -213,7 +213,7 @@ def restore_books(
             saves.remove_interrupted(path)
         is_whole = map(all, zip(*gather([os.path.exists(path) for path in in_progress], None), strict=True))
         num_whole = 1 + sum(1 for _ in takewhile(bool, is_whole))
-        states[callback.state_key] |= books.restore(callback, entries, num_whole)
+        states[callback.state_key] |= index.restore(callback, entries, num_whole)
 
 
 def loop_state(trainer: pl.Trainer) -> ClientState:

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_smartinfinity.common.patches import replaced
-from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointBooks, model_checkpoints
+from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointIndex, model_checkpoints
 from lightning_smartinfinity.settings.strategy import check_save_path
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def check_folders(trainer: pl.Trainer) -> None:
 def save_beside_training(
     trainer: pl.Trainer,
     saves: BackgroundSaves,
-    books: CheckpointBooks,
+    index: CheckpointIndex,
     *,
     finish: Callable[[], None],
     record: Callable[[], None],
@@ -57,11 +57,11 @@ def save_beside_training(
     Args:
         trainer: The Trainer.
         saves: The background saves of the Trainer's training.
-        books: Records each callback's saves.
+        index: Records each callback's saves.
         finish: Waits for the saves in progress.
-        record: Writes the books into the training record.
+        record: Writes the index into the training record.
     """
-    beside = _Beside(saves, books, finish, record)
+    beside = _Beside(saves, index, finish, record)
     callbacks = [
         callback
         for callback in model_checkpoints(trainer)
@@ -99,10 +99,10 @@ class _Beside:
     """Methods that replace a ModelCheckpoint's own."""
 
     def __init__(
-        self, saves: BackgroundSaves, books: CheckpointBooks, finish: Callable[[], None], record: Callable[[], None]
+        self, saves: BackgroundSaves, index: CheckpointIndex, finish: Callable[[], None], record: Callable[[], None]
     ) -> None:
         self._saves = saves
-        self._books = books
+        self._index = index
         self._finish = finish
         self._record = record
 
@@ -123,10 +123,10 @@ class _Beside:
         if fails:
             yield
             return
-        self._books.begin_save(callback, path, link_to=link_to)
+        self._index.begin_save(callback, path, link_to=link_to)
         self._record()
         yield
-        self._books.end_save(callback)
+        self._index.end_save(callback)
 
     def exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
         """Return whether a path will exist after all saves; ModelCheckpoint chooses file names by it. Collective."""

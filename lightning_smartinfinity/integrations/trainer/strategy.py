@@ -33,8 +33,8 @@ from lightning_smartinfinity.integrations.lightning_options import (
     take_options,
 )
 from lightning_smartinfinity.integrations.precision import SmartInfinityPrecision
-from lightning_smartinfinity.integrations.session import NearStorage
-from lightning_smartinfinity.integrations.trainer import shutdown as ending
+from lightning_smartinfinity.integrations.session import TrainingSession
+from lightning_smartinfinity.integrations.trainer import shutdown
 from lightning_smartinfinity.integrations.trainer.callback_support import (
     accumulates,
     adapt_callbacks,
@@ -46,8 +46,8 @@ from lightning_smartinfinity.integrations.trainer.callback_support import (
     synchronize_layers,
     warn_of_changed_weights,
 )
-from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointBooks
-from lightning_smartinfinity.integrations.trainer.fit_record import FitRecording
+from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointIndex
+from lightning_smartinfinity.integrations.trainer.fit_record import TrainerFitRecord
 from lightning_smartinfinity.integrations.trainer.model_checkpoint import (
     check_folders,
     save_beside_training,
@@ -92,7 +92,7 @@ class LightningOptions(SharedOptions, total=False):
 
 
 @documents_settings
-class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrategy):
+class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeedStrategy):
     """Trains models whose optimizer state does not fit in memory.
 
     ZeRO-3 partitions the parameters. Master weights and optimizer state are kept only on storage: every step streams
@@ -112,7 +112,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     """
 
     strategy_name = "smart_infinity"
-    _recording: FitRecording
+    _fit_record: TrainerFitRecord
 
     def __init__(
         self,
@@ -142,9 +142,9 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         self._take_settings(locals())
         self.config = self._engine_config
         take_options(self, options, known=LightningOptions, remedies=OF_TRAINER)
-        self._recording = FitRecording()
+        self._fit_record = TrainerFitRecord()
         self._end_search = admit_batch_size_search(self)
-        self._books: CheckpointBooks | None = None
+        self._checkpoint_index: CheckpointIndex | None = None
         self._may_bind = False
 
     @property
@@ -216,23 +216,25 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         self._choose_storage(trainer.default_root_dir)
         check_folders(trainer)
         self._plan_fit()
-        self._recording.begin_run(trainer, self._settings.transfer)
+        self._fit_record.begin_run(trainer, self._settings.transfer)
         if trainer.state.fn is TrainerFn.FITTING and self.model is not None:
             self.model = synchronize_layers(
                 self.model, self._layer_sync, device=self.root_device, ranks=self.world_size
             )
         super().setup(trainer)
-        ending.end_together_after_sigterm(trainer)
-        self._books = None if self._rank_state is None else CheckpointBooks(trainer, self._rank_state.background)
-        self._recording.watch(trainer, self._books)
+        shutdown.end_together_after_sigterm(trainer)
+        self._checkpoint_index = (
+            None if self._rank_state is None else CheckpointIndex(trainer, self._rank_state.background)
+        )
+        self._fit_record.watch(trainer, self._checkpoint_index)
         self._may_bind = not _may_change_steps(trainer)
-        if self._training_engine is not None and self._books is not None:
+        if self._training_engine is not None and self._checkpoint_index is not None:
             save_beside_training(
                 trainer,
                 self._training_engine.saves,
-                self._books,
+                self._checkpoint_index,
                 finish=self._finish_saves,
-                record=self._recording.record_books,
+                record=self._fit_record.record_index,
             )
 
     @override
@@ -245,9 +247,9 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        ending.give_up_soon_after_sigterm()
+        shutdown.give_up_soon_after_sigterm()
         assert self._training_engine is not None
-        self._recording.begin_fit(self._trainer, self._training_engine, self._settings.transfer)
+        self._fit_record.begin_fit(self._trainer, self._training_engine, self._settings.transfer)
         if averages_weights(self._trainer):
             self._training_engine.optimizer.outside_writes.unrecorded = "no record holds the average of WeightAveraging"
 
@@ -275,7 +277,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         super().pre_backward(closure_loss)
-        optimizer, module = self._near_storage_optimizer, self.lightning_module
+        optimizer, module = self._training_optimizer, self.lightning_module
         if optimizer is not None and module is not None:
             # In automatic optimization Lightning's loop knows whether a step follows. A manual loop may do anything in
             # between.
@@ -323,7 +325,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         if self.lightning_module is not None:
             excludes_frozen = self.exclude_frozen_parameters
             warn_of_changed_weights(self.lightning_module, checkpoint, excludes_frozen=excludes_frozen)
-        present, optimizer = self.model, self._near_storage_optimizer
+        present, optimizer = self.model, self._training_optimizer
         self.model = self._training_engine
         try:
             if optimizer is not None:
@@ -357,7 +359,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> ClientState:
         from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
         from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import await_seen
-        from lightning_smartinfinity.zero3.checkpoints.formats.trust import door, load_by
+        from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_by, loading_policy
         from lightning_smartinfinity.zero3.checkpoints.load.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.engine.load_save import load_engine
         from lightning_smartinfinity.zero3.engine.portable import PortableEngine
@@ -366,13 +368,13 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         assert self.lightning_module is not None
         trainer = self._trainer
         doing = trainer.state.fn
-        if self._recording.resumes:
+        if self._fit_record.resumes:
             assert self._training_engine is not None
-            return self._recording.restore_fit(trainer, self._training_engine)
+            return self._fit_record.restore_fit(trainer, self._training_engine)
         if weights_only is None:
             weights_only = passed_to_run(trainer, "weights_only")
         consent = f"weights_only=False to Trainer.{doing.value if doing else 'fit'}"
-        with io_limit(self._settings.transfer.io_timeout), door(weights_only, consent=consent):
+        with io_limit(self._settings.transfer.io_timeout), loading_policy(weights_only, consent=consent):
             if self.load_full_weights:
                 await_seen(checkpoint_path)
                 with raising_together(), reading_checkpoint(checkpoint_path):
@@ -390,7 +392,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
             )
         client_state.setdefault(LIGHTNING_KEY, lightning.__version__)  # Lightning reads it before an evaluation, too
         client_state.setdefault("state_dict", self.lightning_module.state_dict())  # for on_load_checkpoint
-        self._recording.take_random_state(trainer, client_state)
+        self._fit_record.take_random_state(trainer, client_state)
         return client_state
 
     @override
@@ -398,7 +400,7 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
         from lightning_smartinfinity.zero3.checkpoints.load.full_weights import load_full_weights
 
         assert self.lightning_module is not None
-        optimizer = self._near_storage_optimizer if self.model is self._training_engine else None
+        optimizer = self._training_optimizer if self.model is self._training_engine else None
         writes = None if optimizer is None else optimizer.outside_writes
         load_full_weights(self.lightning_module, ckpt["state_dict"], writes=writes, strict=strict)
 
@@ -414,9 +416,9 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._recording.was_interrupted = True
+        self._fit_record.was_interrupted = True
         super().on_exception(exception)
-        ending.end_by(exception, self.lightning_module)
+        shutdown.end_by(exception, self.lightning_module)
 
     @override
     def teardown(self) -> None:
@@ -424,11 +426,11 @@ class SmartInfinityStrategy(NearStorage, ending.EndsEvaluations, DeepSpeedStrate
             super().teardown()
         if self.lightning_module is not None:
             save_in_turn(self.lightning_module.trainer)
-        self._become_idle(completed=not self._recording.was_interrupted)
-        if self._books is not None:
-            self._books.roll_back()
-            self._books = None
-        self._recording.end_fit(self._settings, self._rank_state, says=self.is_global_zero)
+        self._become_idle(completed=not self._fit_record.was_interrupted)
+        if self._checkpoint_index is not None:
+            self._checkpoint_index.roll_back()
+            self._checkpoint_index = None
+        self._fit_record.end_fit(self._settings, self._rank_state, says=self.is_global_zero)
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:

@@ -19,7 +19,7 @@ from typing_extensions import Self, override
 
 from lightning_smartinfinity.common.transformers_models import optional_package
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
-from lightning_smartinfinity.integrations.session import NearStorage
+from lightning_smartinfinity.integrations.session import TrainingSession
 from lightning_smartinfinity.integrations.transformers.arguments import (
     Arguments,
     argument_remedies,
@@ -79,7 +79,7 @@ _PARTITIONING = ("stage", "offload_param")
 
 
 @documents_settings
-class SmartInfinityTraining(NearStorage):
+class SmartInfinityTraining(TrainingSession):
     """A context for ``transformers.Trainer`` and Accelerate, which keeps the state of their training on storage.
 
     Pass :attr:`config` to ``TrainingArguments(deepspeed=...)`` before the model is loaded, so that ``from_pretrained``
@@ -170,7 +170,7 @@ class SmartInfinityTraining(NearStorage):
             )
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._prepare_environment(torch.device("cuda" if on_gpu else "cpu"), local_world_size=local_world_size)
-        from lightning_smartinfinity.zero3.checkpoints.formats.trust import door
+        from lightning_smartinfinity.zero3.checkpoints.formats.trust import loading_policy
         from lightning_smartinfinity.zero3.engine.build import gathering_when_called, initializing_with
         from lightning_smartinfinity.zero3.parameters.partitioned_parameter import answering
         from lightning_smartinfinity.zero3.parameters.torch_functions import putting_torch_back
@@ -179,7 +179,7 @@ class SmartInfinityTraining(NearStorage):
         self._engine_config = self._config
         with ExitStack() as contexts:
             consent = f"weights_only=False to {type(self).__name__}"
-            contexts.enter_context(door(self._weights_only, consent=consent))
+            contexts.enter_context(loading_policy(self._weights_only, consent=consent))
             contexts.enter_context(putting_torch_back())
             contexts.enter_context(launched())
             contexts.enter_context(fresh_accelerate())

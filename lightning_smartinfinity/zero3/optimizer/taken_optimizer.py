@@ -1,8 +1,8 @@
 """The user's torch optimizer while a training has its state on storage.
 
-It stays the object that the user has made, and every door returns it: schedulers, hooks and references keep working.
-Each method of ``torch.optim.Optimizer`` does here what it does in memory, or raises an error. So do steps of other
-torch optimizers on parameters that ZeRO-3 has partitioned: their update would be lost.
+It stays the object that the user has made, and every entry point returns it: schedulers, hooks and references keep
+working. Each method of ``torch.optim.Optimizer`` does here what it does in memory, or raises an error. So do steps of
+other torch optimizers on parameters that ZeRO-3 has partitioned: their update would be lost.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import (
     check_records,
     refused,
 )
-from lightning_smartinfinity.zero3.checkpoints.formats.trust import check_plain, door
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import check_plain, loading_policy
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import UniversalFolder
 from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
 
@@ -90,7 +90,7 @@ def _scrub(path: Path, found: ScrubbedCheckpoint, weights_only: bool, show: Show
     if not files or not (universal or optimizer_files(folder)):
         raise CheckpointError(f"{path} holds no checkpoint of ZeRO-3.", "Pass the folder that was saved.")
     damaged: set[Path] = set()
-    with door(weights_only, consent="--no-weights-only"):
+    with loading_policy(weights_only, consent="--no-weights-only"):
         with show(f"Reading {path}", sum(file.stat().st_size for file in files)) as advance:
             for file in files:
                 with doing_now("Reading", file):

@@ -38,7 +38,7 @@ from lightning_smartinfinity.zero3.untyped import Pickled
 __all__ = [
     "ReadWhenUsed",
     "check_plain",
-    "door",
+    "loading_policy",
     "load_by",
     "load_file",
     "load_without_memory",
@@ -65,7 +65,7 @@ _DOOR: ContextVar[_Door] = ContextVar("_DOOR", default=_NO_DOOR)
 
 
 @contextmanager
-def door(weights_only: bool | None, *, consent: str) -> Iterator[None]:
+def loading_policy(weights_only: bool | None, *, consent: str) -> Iterator[None]:
     """Set within this context whether files may hold more than tensors, numbers, text and containers of these.
 
     Args:
@@ -85,7 +85,7 @@ def _restricts() -> bool:
 
 
 def load_file(file: str | Path, **options: Any) -> Pickled:
-    """Load a file of ``torch.save``, with the consent set by :func:`door`.
+    """Load a file of ``torch.save``, with the consent set by :func:`loading_policy`.
 
     Args:
         file: Path of the file.
@@ -168,7 +168,7 @@ def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
     """
 
     def load() -> Pickled:
-        with FakeTensorMode(), door(False, consent="") if written_here else nullcontext():
+        with FakeTensorMode(), loading_policy(False, consent="") if written_here else nullcontext():
             return load_file(file)
 
     return limited("Reading", file, load)

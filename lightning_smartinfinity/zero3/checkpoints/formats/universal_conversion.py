@@ -49,7 +49,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import (
     room_for,
     saved_with_room,
 )
-from lightning_smartinfinity.zero3.checkpoints.formats.trust import door
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import loading_policy
 from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.untyped import SavedState
 
@@ -79,7 +79,7 @@ def convert_checkpoint(
     Raises:
         CheckpointError: The checkpoint is damaged, holds weights only, or ``into`` cannot be written.
     """
-    with door(weights_only, consent="--no-weights-only (in Python, weights_only=False)"):
+    with loading_policy(weights_only, consent="--no-weights-only (in Python, weights_only=False)"):
         _convert(checkpoint, parts, into, show)
 
 

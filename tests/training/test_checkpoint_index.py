@@ -36,8 +36,8 @@ def run(folder: Path, kept: str, **settings: Any) -> tuple[int, str]:
 
 
 def assert_agree(folder: Path) -> None:
-    """Assert that the books of an ended fit name all checkpoints that there are, and that these are whole."""
-    named = {path for path in end_of(folder)["books"][0] if path}
+    """Assert that the index of an ended fit names all checkpoints that there are, and that these are whole."""
+    named = {path for path in end_of(folder)["index"][0] if path}
     assert named == {str(path) for path in (folder / "saved").iterdir()}
     assert not list(folder.rglob(".saving*"))
     for path in named:
@@ -52,8 +52,8 @@ def assert_agree(folder: Path) -> None:
     ),
 )
 def test_a_kill_within_a_copy(kept: str, save: int, devices: int, tmp_path: Path, attack: Attack) -> None:
-    """The older checkpoint stays in the books and on disk, and parts of the newer one go, whether it is saved again."""
-    attack("kill within the copy of a ModelCheckpoint's save", tries=1, outcome="its books and its folder agree")
+    """The older checkpoint stays in the index and on disk, and parts of the newer one go, whether it is saved again."""
+    attack("kill within the copy of a ModelCheckpoint's save", tries=1, outcome="its index and its folder agree")
     moment = {"kill_at": "kill at copy", "kill_step": save, "kill_rank": devices - 1}
     code, output = run(tmp_path, kept, devices=devices, **moment)
     # Nothing else kills it. With several ranks, another one may have removed what was written before it ended.
@@ -65,9 +65,9 @@ def test_a_kill_within_a_copy(kept: str, save: int, devices: int, tmp_path: Path
 
 @pytest.mark.parametrize("compressed", long_but([True], [False, True]))
 def test_a_kill_between_a_save_and_the_next_record(compressed: bool, tmp_path: Path, attack: Attack) -> None:
-    """The checkpoint is in the books, with the residual of compressed gradients, too."""
+    """The checkpoint is in the index, with the residual of compressed gradients, too."""
     attack(
-        "kill between a ModelCheckpoint's save and the next record", tries=1, outcome="its books and its folder agree"
+        "kill between a ModelCheckpoint's save and the next record", tries=1, outcome="its index and its folder agree"
     )
     settings: dict[str, Any] = {"transfer": {"asynchronous": False}, "trainer": {"precision": "32-true"}}
     if compressed:
@@ -83,7 +83,7 @@ def test_a_kill_between_a_save_and_the_next_record(compressed: bool, tmp_path: P
 @pytest.mark.parametrize("devices", long_but([1], [1, 2]))
 def test_a_kill_before_the_last_link(devices: int, tmp_path: Path, attack: Attack) -> None:
     """The link leads to the newest checkpoint, though that is not saved again."""
-    attack("kill before a ModelCheckpoint links its last save", tries=1, outcome="its books and its folder agree")
+    attack("kill before a ModelCheckpoint links its last save", tries=1, outcome="its index and its folder agree")
     number = 6 // devices  # of the last step's link
     code, output = run(tmp_path, "linked", devices=devices, kill_at="kill at link", kill_step=number)
     assert code == -signal.SIGKILL, output[-4000:]
@@ -102,7 +102,7 @@ class Denser(ModelCheckpoint):
 
 
 def test_a_callback_whose_settings_change(tmp_path: Path) -> None:
-    """The training goes on, and the books name what is there."""
+    """The training goes on, and the index names what is there."""
     saving = Denser(tmp_path / "saved", every_n_train_steps=2, filename="{step}")
     trainer = quiet_trainer(tmp_path, max_steps=4, callbacks=[saving], enable_checkpointing=True)
     trainer.fit(LitTiny(Recipe()))
@@ -116,7 +116,7 @@ def test_a_callback_whose_settings_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", KEPT)
 def test_kills_at_random(kept: str, devices: int, tmp_path: Path, attack: Attack) -> None:
     """Whenever kills come, the resumed fit ends with the checkpoints of one that never stopped, if none was lost."""
-    attack("kill beside a ModelCheckpoint's saves", tries=NUM_LONG, outcome="its books and its folder agree")
+    attack("kill beside a ModelCheckpoint's saves", tries=NUM_LONG, outcome="its index and its folder agree")
     draw, killed, chains = random.Random(f"{kept} {devices}"), 0, 0
     while killed < NUM_LONG:
         folder, code, kills = tmp_path / f"{chains}", -signal.SIGKILL, 0

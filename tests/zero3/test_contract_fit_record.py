@@ -53,8 +53,8 @@ def test_a_checkpoint_without_weights() -> None:
 
 
 @pytest.mark.seam("a resume knows whole ones", "There are _should_remove_checkpoint and _remove_checkpoint.")
-def test_the_books_of_a_model_checkpoint() -> None:
-    """ModelCheckpoint.state_dict has the books; _last_checkpoint_saved and _last_global_step_saved are attributes."""
+def test_the_index_of_a_model_checkpoint() -> None:
+    """ModelCheckpoint.state_dict has the index; _last_checkpoint_saved and _last_global_step_saved are attributes."""
     callback = ModelCheckpoint()
     assert {*callback.state_dict()} == {*_FIELDS, "monitor", "dirpath"}
     assert all(callback.state_dict()[name] is getattr(callback, name) for name in _FIELDS)
