@@ -7,7 +7,7 @@ from lightning_smartinfinity.settings.block_scaled import BlockScaled
 from lightning_smartinfinity.settings.codec import CODEC, GradientCodec
 from lightning_smartinfinity.settings.folders import LOCAL_FOLDER, launched_as, resolved_folder, storage_folders
 from lightning_smartinfinity.settings.plan import PlanConfig, plan_config
-from lightning_smartinfinity.settings.smartssd import MAX_CARD_NUMBER, SmartSSDConfig, smartssd_config
+from lightning_smartinfinity.settings.smartssd import MAX_CARD_NUMBER, SmartSSDConfig
 from lightning_smartinfinity.settings.top_k import TopK
 from lightning_smartinfinity.settings.transfer import (
     CARD_TASKLET_BYTES,
@@ -39,7 +39,6 @@ __all__ = [
     "launched_as",
     "plan_config",
     "resolved_folder",
-    "smartssd_config",
     "storage_folders",
     "transfer_config",
 ]

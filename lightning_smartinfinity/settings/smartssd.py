@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.settings.folders import names_file
-from lightning_smartinfinity.settings.rules import Rule, check, one_of, optional, positive, require, settings_of
+from lightning_smartinfinity.settings.rules import Rule, one_of, optional, positive, require
 from lightning_smartinfinity.settings.wrong_names import named_settings
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "SmartSSDConfig",
     "is_xclbin_named",
     "require_xclbin_named",
-    "smartssd_config",
 ]
 
 XCLBIN_VARIABLE = "SMART_INFINITY_XCLBIN"
@@ -106,20 +105,6 @@ class SmartSSDConfig:
             timeout=TIMEOUT,
             binding=one_of("auto", "native", "pyxrt"),
         )
-
-
-def smartssd_config(smartssd: SmartSSDConfig | Mapping[str, Any] | None, *, owner: str) -> SmartSSDConfig | None:
-    """Return the setting ``smartssd`` as an object; it may be an object, a dict of its settings, or None (kept).
-
-    Args:
-        smartssd: The setting.
-        owner: Class to which it was passed, for the error.
-
-    Raises:
-        ConfigError: The value is none of these, or a setting in it is unknown or out of range.
-    """
-    config: SmartSSDConfig | None = check(owner, "smartssd", smartssd, optional(settings_of(SmartSSDConfig)))
-    return config
 
 
 class NamedXclbin(NamedTuple):

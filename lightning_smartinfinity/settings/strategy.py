@@ -22,7 +22,6 @@ from lightning_smartinfinity.settings import (
     activation_offload,
     plan_config,
     resolved_folder,
-    smartssd_config,
     storage_folders,
     transfer_config,
 )
@@ -31,11 +30,13 @@ from lightning_smartinfinity.settings.rules import (
     Rule,
     among,
     as_passed,
+    check,
     instance,
     number,
     one_of,
     optional,
     require,
+    settings_of,
 )
 
 __all__ = [
@@ -163,7 +164,7 @@ def given_settings(owner: str, arguments: Mapping[str, Any]) -> StrategySettings
     """
     given = {field.name: arguments[field.name] for field in fields(StrategySettings)}
     given["storage"] = storage_folders(given["storage"], owner=owner)
-    given["smartssd"] = smartssd_config(given["smartssd"], owner=owner)
+    given["smartssd"] = check(owner, "smartssd", given["smartssd"], optional(settings_of(SmartSSDConfig)))
     given["activations"] = activation_offload(given["activations"], owner=owner)
     given["transfer"] = transfer_config(given["transfer"], owner=owner)
     given["plan"] = plan_config(given["plan"], owner=owner)
