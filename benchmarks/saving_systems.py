@@ -129,7 +129,7 @@ class Ours:
             sys.path.insert(0, str(Path(__file__).parents[1]))
             from tests.helpers.native_testing import Throttle
 
-            files = store.files
+            files = store.files.tensors
             self.throttle = Throttle(files.core, files._files.files)
             self.throttle.bytes_per_second = throttle
 

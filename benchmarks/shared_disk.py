@@ -65,7 +65,7 @@ class Watch:
         throttle = Throttle(state.handler._device.pipeline, state.handler._store.files)
         throttle.bytes_per_second = self._rate
         if state.activations is not None:
-            files = state.activations._store.files
+            files = state.activations._store.files.tensors
             throttle.share(files.core, files._files.files)
 
     def end(self, trainer: Any, *_: Any) -> None:

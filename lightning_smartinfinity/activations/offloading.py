@@ -104,7 +104,7 @@ class OffloadedActivations:
             StorageFullError: Storage has less room than ``storage_bytes``.
             StorageError: A folder cannot be used, or the offloading is closed.
         """
-        self._store.open()
+        self._store.files.open()
 
     @contextmanager
     def forward(self, *batch: object) -> Iterator[None]:
@@ -119,7 +119,7 @@ class OffloadedActivations:
             StorageError: A folder cannot be used, the offloading is closed, or this process is a forked child.
             UnsupportedError: The body calls code in torch that refuses hooks.
         """
-        self._store.open()
+        self._store.files.open()
         last, self._last = self._last, None
         if last is not None:
             self._hook_choice.learn(last)
@@ -166,7 +166,7 @@ class OffloadedActivations:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the pool has allocated."""
-        return self._store.host_bytes
+        return self._store.pool.nbytes
 
     @property
     def held_bytes(self) -> int:
@@ -194,16 +194,16 @@ class OffloadedActivations:
 
         Tensors that could not be written are still in memory, and offloading has stopped.
         """
-        return self._store.take_failure()
+        return self._store.files.take_failure()
 
     def gradients_are_gone(self) -> None:
         """Forget failed reads, because the gradients computed without the tensors were discarded."""
-        self._store.forget_failed_reads()
+        self._store.files.forget_failed_reads()
 
     def rest(self) -> None:
         """Return the idle memory of the pool to the system, because no forward is expected soon."""
         with self._store.lock:
-            self._store.give_back()
+            self._store.pool.give_back()
 
     def close(self) -> None:
         """Close and thereby delete the files; idempotent. The backward of a graph that is still alive raises.

@@ -118,7 +118,7 @@ class Packing:
                 return _passed(tensor)
             return _SavedParameter(parameter, tensor)  # an alias would keep the memory of a released parameter
         with self._lock:
-            self._store.require_usable()
+            self._store.files.require_usable()
             saved = self._saved(tensor, storage)
         return _passed(tensor) if saved is None else saved
 
@@ -159,7 +159,7 @@ class Packing:
 
     def _can_move(self, tensor: torch.Tensor) -> bool:
         return (
-            not self._store.stopped
+            not self._store.writes.stopped
             and (tensor.device.type == "cpu" or self._can_evict_from(tensor.device))
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
             and not tensor._is_zerotensor()  # forward-mode differentiation has zeros without memory
@@ -171,7 +171,7 @@ class Packing:
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return False
         with self._lock:
-            return self._store.copies_of(device) is not None
+            return self._store.devices.copies_of(device) is not None
 
     def _saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _SavedTensor | None:
         source = self._sources.get(storage._cdata)
@@ -183,7 +183,7 @@ class Packing:
             return None
         if source is None:
             source = self._sources[storage._cdata] = Source(storage)
-        copies = None if tensor.device.type == "cpu" else self._store.copies_of(tensor.device)
+        copies = None if tensor.device.type == "cpu" else self._store.devices.copies_of(tensor.device)
         changes = changes_of(tensor)
         entry = source.new_entry(tensor, storage, self._store, changes=changes, copies=copies)
         saved = _SavedTensor(entry, tensor, changes=changes)
@@ -191,7 +191,7 @@ class Packing:
         return saved
 
     def _tensor(self, saved: _SavedTensor) -> torch.Tensor:
-        self._store.require_usable()
+        self._store.files.require_usable()
         entry = saved.entry
         if entry.unreadable is None:
             try:
@@ -203,7 +203,7 @@ class Packing:
                 if not self._notes_failures:
                     raise
                 entry.unreadable = type(error)(error.problem, error.remedy)  # a traceback would keep the entry alive
-        self._store.note_unreadable(entry.unreadable)
+        self._store.files.note_unreadable(entry.unreadable)
         return _lost(saved.geometry, saved.changes.device)
 
     def _parameter(self, saved: _SavedParameter) -> torch.Tensor:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from lightning_smartinfinity.activations.cuda.clock import DeviceClock
-from lightning_smartinfinity.activations.cuda.copies import DeviceCopies
 from lightning_smartinfinity.activations.cuda.devices import Devices
 from lightning_smartinfinity.activations.cuda.loads import Loads
 from lightning_smartinfinity.activations.entries import Entry
@@ -26,9 +25,8 @@ from lightning_smartinfinity.activations.reads import Reads
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
 from lightning_smartinfinity.activations.writes import Writes
 from lightning_smartinfinity.common.freed_memory import FreedMemory
-from lightning_smartinfinity.errors import CudaError, SmartInfinityError
+from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.settings import ActivationOffload, TransferConfig
-from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 
 __all__ = ["ActivationStore"]
 
@@ -48,49 +46,33 @@ class ActivationStore:
         transfer: Where in the folders, and how, files are opened and used.
 
     Attributes:
+        files: Files of the entries.
+        pool: Pool of host memory.
+        writes: Writes in progress, and cached entries.
+        reads: Reads in progress.
+        loads: Entries that were loaded onto devices.
+        devices: Devices that have held entries.
+        eviction: Evicts entries from memory.
         lock: Lock for entries and for this store.
     """
 
     def __init__(self, settings: ActivationOffload, folders: Sequence[Path], *, transfer: TransferConfig) -> None:
         self._settings = settings
-        self._files = ActivationFiles(settings, folders, transfer=transfer)
-        self._pool = Pool(settings, self._files)
+        self.files = ActivationFiles(settings, folders, transfer=transfer)
+        self.pool = Pool(settings, self.files)
         self._rates = Rates()
-        self._writes = Writes(settings, self._files, self._pool)
-        self._reads = Reads(self._files, self._pool, spare_bytes=self._spare_bytes)
-        self._loads = Loads(self._pool, self._reads)
-        self._devices = Devices(self._rates, stop=self._writes.stop)
+        self.writes = Writes(settings, self.files, self.pool)
+        self.reads = Reads(self.files, self.pool, spare_bytes=self._spare_bytes)
+        self.loads = Loads(self.pool, self.reads)
+        self.devices = Devices(self._rates, stop=self.writes.stop)
         self._freed_memory = FreedMemory(LEAST_FREED)
         self._traffic = ActivationTraffic()
-        self._eviction = Eviction(
-            settings, self._pool, self._writes, traffic=self._traffic, freed_memory=self._freed_memory
+        self.eviction = Eviction(
+            settings, self.pool, self.writes, traffic=self._traffic, freed_memory=self._freed_memory
         )
         self.lock = threading.RLock()
 
     # ---- life
-
-    def open(self) -> None:
-        """Open the files; does nothing if they are open.
-
-        Raises:
-            ConfigError: The I/O engine is unavailable here.
-            StorageFullError: Storage has less room than ``storage_bytes``.
-            StorageError: A folder cannot be used, or the store is closed or belongs to the parent process.
-        """
-        self._files.open()
-
-    @property
-    def files(self) -> TensorStore:
-        """The open store of tensors."""
-        return self._files.tensors
-
-    def require_usable(self) -> None:
-        """Check that entries can be used in this process.
-
-        Raises:
-            StorageError: The store is closed or belongs to the parent process.
-        """
-        self._files.require_usable()
 
     def close(self) -> None:
         """Wait for transfers in flight and close the files, which deletes them; idempotent.
@@ -98,54 +80,31 @@ class ActivationStore:
         Raises:
             StorageTimeoutError: The disk does not answer.
         """
-        if not self._files.is_of_parent:
-            self._devices.close()
-            self._files.close(self._writes.entries())
-            self._pool.give_back()
-
-    def give_back(self) -> None:
-        """Return the idle memory of the pool to the system."""
-        self._pool.give_back()
+        if not self.files.is_of_parent:
+            self.devices.close()
+            self.files.close(self.writes.entries())
+            self.pool.give_back()
 
     def entry_is_gone(self, entry: Entry) -> None:
         """Give up the transfers of an entry that is being deleted. Any thread may call this at any time."""
-        if self._files.is_of_parent or self._files.closed:
+        if self.files.is_of_parent or self.files.closed:
             return
         entry.unload()
         for ticket in (entry.writing, entry.reading):
             if ticket is not None:
                 with suppress(ValueError):  # the files are closed
-                    self._files.give_up(ticket)
+                    self.files.give_up(ticket)
 
     # ---- state
 
     @property
-    def stopped(self) -> bool:
-        """Whether a write or a copy has failed, so that nothing more is offloaded."""
-        return self._writes.stopped
-
-    @property
     def is_on_processor(self) -> bool:
         """Whether host memory holds all tensors saved so far."""
-        return not self._devices
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Devices that have held entries."""
-        return self._devices.names()
+        return not self.devices
 
     def start_clock(self) -> DeviceClock | None:
         """Return a clock of the first device that has held entries; None if host memory held all."""
-        return next(map(DeviceClock, self._devices.names()), None)
-
-    def wait_for_devices(self) -> None:
-        """Wait until all devices have done the work of torch's current streams. A failure stops offloading."""
-        self._devices.wait()
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that the pool has allocated."""
-        return self._pool.nbytes
+        return next(map(DeviceClock, self.devices.names()), None)
 
     @property
     def held_bytes(self) -> int:
@@ -154,9 +113,9 @@ class ActivationStore:
         These are storages that entries keep alive, memory of the pool in use, and entries that were copied back to
         devices.
         """
-        self._files.finish_orphans()
-        self._devices.reap()
-        return self._eviction.nbytes + self._pool.lent_bytes + self._loads.nbytes
+        self.files.finish_orphans()
+        self.devices.reap()
+        return self.eviction.nbytes + self.pool.lent_bytes + self.loads.nbytes
 
     def _spare_bytes(self) -> int | None:
         budget = self._settings.budget_bytes
@@ -165,75 +124,39 @@ class ActivationStore:
     @property
     def storage_bytes(self) -> int:
         """Bytes of all entries on storage."""
-        return self.files.storage_bytes if self._files.was_opened and not self._files.closed else 0
-
-    @property
-    def pool_bytes(self) -> int:
-        """Most bytes of the pool that entries may use, unless backward needs more at once."""
-        return self._pool.limit
-
-    @property
-    def read_ahead_bytes(self) -> int:
-        """Most bytes that are read before backward uses them."""
-        return self._reads.ahead_bytes
-
-    @property
-    def most_evicted_bytes(self) -> int:
-        """Most bytes of entries that were evicted at once."""
-        return self._eviction.most_evicted
-
-    @property
-    def load_ahead_bytes(self) -> int:
-        """Most bytes that are copied to devices before backward uses them."""
-        return self._loads.limit
+        return self.files.tensors.storage_bytes if self.files.was_opened and not self.files.closed else 0
 
     def traffic(self) -> ActivationTraffic:
         """Return the cumulative counters."""
-        self._files.finish_orphans()
-        if not self._files.was_opened:
+        self.files.finish_orphans()
+        if not self.files.was_opened:
             return replace(self._traffic)
-        counters = self.files.counters()
+        counters = self.files.tensors.counters()
         return replace(self._traffic, written_bytes=counters.written_bytes, read_bytes=counters.read_bytes)
 
     def update_rates(self) -> Rates:
         """Return the rates of storage and of copies, measured since the last call."""
-        self._rates.update(self.files.counters())
+        self._rates.update(self.files.tensors.counters())
         return self._rates
-
-    def note_unreadable(self, error: SmartInfinityError) -> None:
-        """Note why an entry could not be read, for :meth:`take_failure`."""
-        self._files.note_unreadable(error)
-
-    def take_failure(self) -> SmartInfinityError | None:
-        """Return why an entry could not be written or read, if so, and forget it."""
-        return self._files.take_failure()
-
-    def forget_failed_reads(self) -> None:
-        """Forget why entries could not be read, because the gradients computed without them were discarded."""
-        self._files.forget_failed_reads()
 
     # ---- forward
 
-    def copies_of(self, device: torch.device) -> DeviceCopies | None:
-        """Return the copies of a device; None if its entries cannot be evicted."""
-        return self._devices.copies_of(device)
-
     def begin(self, forward: Forward) -> None:
         """Begin a forward, whose entries are admitted next."""
-        self._pool.forget_gone()
-        self._writes.forget_gone()
-        self._reads.forget_gone()
-        self._eviction.begin(forward)
+        self.pool.forget_gone()
+        self.writes.forget_gone()
+        self.reads.forget_gone()
+        self.eviction.begin(forward)
 
     def admit(self, entry: Entry, tensor: torch.Tensor, forward: Forward) -> None:
         """Add a new entry that was made for a tensor, and evict the oldest ones."""
-        self._eviction.add(entry, tensor, forward)
+        self.eviction.add(entry, tensor, forward)
         self._reap()
-        self._eviction.evict_oldest(forward, held_bytes=lambda: self.held_bytes)
+        self.eviction.evict_oldest(forward, held_bytes=lambda: self.held_bytes)
 
     def share(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Note a saved tensor that shares an existing entry."""
-        self._writes.note_packed(entry, tensor)
+        self.writes.note_packed(entry, tensor)
         self._traffic.deduplicated += 1
 
     def end(self, forward: Forward) -> None:
@@ -244,8 +167,8 @@ class ActivationStore:
                 forward.clock.end()
         self._reap()
         forward.count_kept(self._traffic)
-        if forward.sizes and not self._files.closed:
-            self._files.tensors.keep_length()  # the next forward needs about as much
+        if forward.sizes and not self.files.closed:
+            self.files.tensors.keep_length()  # the next forward needs about as much
 
     # ---- backward
 
@@ -260,7 +183,7 @@ class ActivationStore:
             return self._fetch(entry, geometry)
         except CudaError as error:
             failure = entry.failure(error)
-            self._writes.stop(failure)
+            self.writes.stop(failure)
             raise failure from error
 
     def _fetch(self, entry: Entry, geometry: Geometry) -> torch.Tensor:
@@ -276,38 +199,38 @@ class ActivationStore:
         waiting = nullcontext if clock is None or not is_first_use else clock.waiting
         if not entry.is_original:
             if entry.is_being_written:
-                self._writes.give_up(entry)
+                self.writes.give_up(entry)
                 self._traffic.forwarded_bytes += entry.nbytes
             if entry.loaded is None:
                 began = time.perf_counter()
                 with waiting():
-                    self._reads.have_in_memory(entry)
+                    self.reads.have_in_memory(entry)
                 waited = time.perf_counter() - began
                 self._traffic.waited_seconds += waited
                 entry.forward.waited_seconds += waited
             if entry.copies is not None:
-                self._loads.load(entry)
+                self.loads.load(entry)
         with waiting():
             tensor = entry.tensor(geometry)
-        self._reads.read_ahead(entry)
+        self.reads.read_ahead(entry)
         if entry.copies is not None:
             self._load_ahead(entry)
         if entry.stored is not None and (is_first_use or not was_in_memory):
-            self._pool.add_used(entry)
+            self.pool.add_used(entry)
         return tensor
 
     def _load_ahead(self, entry: Entry) -> None:
         try:
-            self._loads.load_ahead(entry)
+            self.loads.load_ahead(entry)
         except CudaError as error:  # of another entry: raised when backward uses that entry
-            self._writes.stop(error)
+            self.writes.stop(error)
 
     # ---- transfers that have ended
 
     def _reap(self) -> None:
         """Finish the transfers that have ended."""
-        if not self._files.closed:
-            self._files.finish_orphans()
-            self._writes.reap()
-            if self._devices:
-                self._devices.reap()
+        if not self.files.closed:
+            self.files.finish_orphans()
+            self.writes.reap()
+            if self.devices:
+                self.devices.reap()

@@ -49,7 +49,7 @@ def inject_now(activations: OffloadedActivations, **faults: int) -> None:
 
     def could() -> bool:
         with suppress(ValueError):
-            inject(activations._store.files.core, **faults)
+            inject(activations._store.files.tensors.core, **faults)
             return True
         return False
 

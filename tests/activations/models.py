@@ -133,7 +133,7 @@ def opened(
         [folder], settings=settings or everything(), transfer=TransferConfig(job="test"), **others
     )
     activations.open()
-    inject(activations._store.files.core, **(faults or {}))
+    inject(activations._store.files.tensors.core, **(faults or {}))
     try:
         yield activations
     finally:
@@ -146,14 +146,14 @@ def finish_writes(activations: OffloadedActivations) -> None:
     with store.lock:
         # The write of what comes from a device starts behind its copy.
         await_that(lambda: store._reap() or store.traffic().written_bytes >= store.traffic().offloaded_bytes)
-        await_that(lambda: store._reap() or not any(store._writes.entries()))
+        await_that(lambda: store._reap() or not any(store.writes.entries()))
 
 
 def drop_memory(activations: OffloadedActivations) -> None:
     """Drop all memory of the pool that is on storage, as if others had needed it."""
     finish_writes(activations)
     with activations._store.lock:
-        while activations._store._pool.drop():
+        while activations._store.pool.drop():
             pass
 
 

@@ -59,16 +59,16 @@ def test_the_size_of_the_pool(
 ) -> None:
     """It is an eighth of what a forward saves, at least 64 MiB, and at most half of the budget."""
     with opened(tmp_path, everything(host_bytes="auto", budget_bytes=budget)) as activations:
-        assert activations._store.pool_bytes == (64 << 20 if budget is None else 6 * BLOCK)
+        assert activations._store.pool.limit == (64 << 20 if budget is None else 6 * BLOCK)
         monkeypatch.setattr(pool, "_LEAST_BYTES", 2 * BLOCK)
         saved(activations, 81)  # eighty blocks
-        assert activations._store.pool_bytes == num_blocks * BLOCK >= activations.host_bytes
+        assert activations._store.pool.limit == num_blocks * BLOCK >= activations.host_bytes
 
 
 def test_a_full_pool_stops_nothing(tmp_path: Path) -> None:
     """Without a budget, forward goes on while storage writes nothing: tensors are kept and counted."""
     with opened(tmp_path, everything(host_bytes=2 * BLOCK)) as activations:
-        hold = Hold(activations._store.files.core, write_at=0, count=1000)
+        hold = Hold(activations._store.files.tensors.core, write_at=0, count=1000)
         x, loss = saved(activations)
         traffic = activations.traffic()
         assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (2 * BLOCK, 9 * BLOCK)
@@ -157,7 +157,7 @@ def test_the_file_does_not_grow_without_end(tmp_path: Path) -> None:
                 loss = chain(x, choose.randint(1, 8))
             loss.backward()
         largest = 8 * 16 * BLOCK
-        await_that(lambda: activations._store.files.core.file_bytes <= 2 * largest + (2 << 20))
+        await_that(lambda: activations._store.files.tensors.core.file_bytes <= 2 * largest + (2 << 20))
         assert_nothing_is_left(activations)
         assert activations.host_bytes <= 16 * BLOCK
 
@@ -175,9 +175,9 @@ def test_files_stay_as_long_as_forwards_need(tmp_path: Path, monkeypatch: pytest
             del loss
             if step == 0:
                 monkeypatch.setattr(
-                    activations._store.files, "_in_time", lambda grow, *, doing: grown.append(doing) or grow()
+                    activations._store.files.tensors, "_in_time", lambda grow, *, doing: grown.append(doing) or grow()
                 )
-        assert activations._store.files.storage_bytes == 0 and not grown
+        assert activations._store.files.tensors.storage_bytes == 0 and not grown
         assert activations.traffic().offloaded_bytes == 4 * 23 * x.nbytes  # x itself stays
 
 

@@ -58,20 +58,20 @@ def test_a_write_that_fails(tmp_path: Path, at: int, number: int, error: type[St
     with failing(tmp_path, fail_write_at=at, errno=number) as activations, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
-            before, was_stopped = activations.traffic(), activations._store.stopped
+            before, was_stopped = activations.traffic(), activations._store.writes.stopped
             x, loss = saved(activations)
             loss.backward()
             assert torch.equal(x.grad, expected())
             assert not was_stopped or activations.traffic().saved_bytes == before.saved_bytes
         failure = activations.take_failure()
-        if activations._store.stopped:
+        if activations._store.writes.stopped:
             assert isinstance(failure, error) and "unnamed file" in str(failure) and failure.remedy
             assert f"({BLOCK} bytes): Activations: writing" in str(failure)
             assert len(told) == 1 and "stays in memory from now on" in str(told[0].message)
         else:  # the write was cancelled, as backward wanted its tensor
             assert failure is None
         assert activations.take_failure() is None
-        assert activations._store.stopped or at >= ENTRIES - 3
+        assert activations._store.writes.stopped or at >= ENTRIES - 3
 
 
 def test_a_place_that_cannot_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_place_that_cannot_be_reserved(tmp_path: Path, monkeypatch: pytest.Mon
         def refuse(nbytes: int) -> None:
             raise StorageFullError("The disk is full.", "Free space.")
 
-        monkeypatch.setattr(activations._store.files, "add", refuse)
+        monkeypatch.setattr(activations._store.files.tensors, "add", refuse)
         with pytest.warns(UserWarning, match="The disk is full"):
             x, loss = saved(activations)
         loss.backward()
@@ -108,7 +108,7 @@ def test_a_read_that_fails(tmp_path: Path, at: int, faults: dict[str, int], erro
         assert raised.value.remedy and x.grad is None
         loss.backward()
         assert torch.equal(x.grad, expected())
-        assert activations.take_failure() is None and not activations._store.stopped
+        assert activations.take_failure() is None and not activations._store.writes.stopped
 
 
 @pytest.mark.parametrize(("faults", "error"), READS)
@@ -149,7 +149,7 @@ def test_memory_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Monk
         for ahead in (True, False):
             x, loss = saved(activations)
             drop_memory(activations)
-            take, refused = activations._store._pool.take, ENTRIES - 1 - ahead
+            take, refused = activations._store.pool.take, ENTRIES - 1 - ahead
 
             def taken(entry: Entry, take: Any = take, refused: int = refused) -> torch.Tensor:
                 if entry.number == refused:
@@ -157,11 +157,11 @@ def test_memory_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Monk
                 memory: torch.Tensor = take(entry)
                 return memory
 
-            monkeypatch.setattr(activations._store._pool, "take", taken)
+            monkeypatch.setattr(activations._store.pool, "take", taken)
             told = rf"Entry {refused} of what forward saved.*The system has no memory"
             with pytest.raises(StorageError, match=told):
                 loss.backward(retain_graph=True)
-            monkeypatch.setattr(activations._store._pool, "take", take)
+            monkeypatch.setattr(activations._store.pool, "take", take)
             x.grad = None
             loss.backward()
             assert torch.equal(x.grad, expected())

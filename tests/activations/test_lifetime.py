@@ -294,7 +294,7 @@ def test_an_interrupt_when_writes_are_given_up(
     inject_now(activations, seed=1, max_delay_us=50_000)
     _, loss = saved(activations)
     del loss
-    interrupt_once(monkeypatch, activations._store.files, "done")
+    interrupt_once(monkeypatch, activations._store.files.tensors, "done")
     with pytest.raises(KeyboardInterrupt):
         activations.traffic()
     assert_nothing_is_left(activations)

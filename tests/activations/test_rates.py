@@ -45,7 +45,7 @@ def test_rates_of_storage_that_has_little_to_do(tmp_path: Path) -> None:
     """Only the time of transfers counts: storage that waits for the next tensor is not slow."""
     with opened(tmp_path, everything(host_bytes=3 * NBYTES_OF_PARTS)) as offloaded:
         store = offloaded._store
-        throttle = Throttle(store.files.core, store.files._files.files)
+        throttle = Throttle(store.files.tensors.core, store.files.tensors._files.files)
         throttle.bytes_per_second = RATE_OF_PARTS
         x = torch.ones(NBYTES_OF_PARTS // 4, requires_grad=True)
         y = x
@@ -81,7 +81,7 @@ def test_storage_that_becomes_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tuner, "choose", lambda profile, **others: profiles.append(profile) or all_but_one)
     with opened(tmp_path, ActivationOffload(min_bytes=1, host_bytes=2 * NBYTES)) as offloaded:
         store = offloaded._store
-        throttle = Throttle(store.files.core, store.files._files.files)
+        throttle = Throttle(store.files.tensors.core, store.files.tensors._files.files)
         x = torch.ones(NBYTES // 4, requires_grad=True)
         for step in range(12):
             if step == 10:
@@ -121,7 +121,7 @@ def test_storage_that_was_slow(
     offloaded = []
     with opened(tmp_path, ActivationOffload(min_bytes=1, host_bytes=2 * nbytes)) as activations:
         store = activations._store
-        throttle = Throttle(store.files.core, store.files._files.files)
+        throttle = Throttle(store.files.tensors.core, store.files.tensors._files.files)
         x = torch.ones(nbytes // 4, requires_grad=True)
         for step in range(len(expected)):
             is_slow = slow_from <= step < slow_from + 6  # until it was tried again in vain

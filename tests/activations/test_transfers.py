@@ -58,7 +58,7 @@ def test_what_is_read_back_is_handed_out_without_a_copy(tmp_path: Path) -> None:
 def test_what_is_wanted_early_is_forwarded(tmp_path: Path) -> None:
     """A tensor whose write has not begun is handed out from the pool, and its write is cancelled."""
     with opened(tmp_path) as activations:
-        hold = Hold(activations._store.files.core, write_at=0, count=1000)
+        hold = Hold(activations._store.files.tensors.core, write_at=0, count=1000)
         x, loss = saved(activations)
         loss.backward()
         assert torch.equal(x.grad, expected(x))
@@ -104,7 +104,7 @@ def test_what_is_wanted_next_is_read_ahead(tmp_path: Path) -> None:
         for _ in range(2):  # in reversed order of packing, and in the order of the step before
             x, loss = saved(activations, 40)
             inject_now(activations)  # nothing is in flight
-            hold = Hold(activations._store.files.core, read_at=0, count=1000)
+            hold = Hold(activations._store.files.tensors.core, read_at=0, count=1000)
             backward = threading.Thread(target=loss.backward)
             backward.start()
             await_that(lambda hold=hold: hold.count >= 4)

@@ -131,7 +131,7 @@ def test_a_call_that_fails(tmp_path: Path, driver: FakeCuda, call: str) -> None:
             driver.reset()
             assert torch.equal(gradient(*saved(offloaded)), wanted)
             failure = offloaded.take_failure()
-            assert offloaded._store.stopped == (failure is not None) == (len(told) == 1)
+            assert offloaded._store.writes.stopped == (failure is not None) == (len(told) == 1)
             if failure is None:
                 break  # there were not so many calls
             assert isinstance(failure, CudaError) and "stays in memory from now on" in str(told[0].message)
@@ -247,7 +247,7 @@ def test_what_was_loaded_ahead_and_dropped(tmp_path: Path, driver: FakeCuda, str
 
         def are_loaded() -> bool:
             gradient(*graph, retain=True)
-            return offloaded._store._loads.nbytes > 2 * BLOCK
+            return offloaded._store.loads.nbytes > 2 * BLOCK
 
         await_that(are_loaded)
         graph.clear()
@@ -315,7 +315,7 @@ def test_an_interrupt_when_the_host_waits_for_a_copy(
         await_that(lambda: whole(offloaded))
         gate = driver.gate(streams[0])
         saved(offloaded)
-        (copies,) = offloaded._store._devices._all()
+        (copies,) = offloaded._store.devices._all()
         event, memory = copies._out._kept[0]
         interrupted = InterruptedWait(event), memory
         copies._out._kept[0] = interrupted  # type: ignore[assignment]
@@ -358,10 +358,10 @@ def test_a_host_that_is_ahead(tmp_path: Path, driver: FakeCuda) -> None:
     with opened(tmp_path, everything(host_bytes=2 * BLOCK)) as offloaded:
         choose_first(offloaded)
         await_that(lambda: whole(offloaded))  # and no request is in flight
-        hold = Hold(offloaded._store.files.core, write_at=0, count=1000)
+        hold = Hold(offloaded._store.files.tensors.core, write_at=0, count=1000)
         torch.cuda._sleep(10**9)
         x, loss = saved(offloaded)
-        (forward,) = offloaded._store._eviction._forwards
+        (forward,) = offloaded._store.eviction._forwards
         oldest = forward.oldest()
         assert oldest is not None and all(point.done() for point in oldest._points.values())
         hold.release()

@@ -151,7 +151,7 @@ def interrupt_call(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int
 def let_a_read_fail(activations: Any) -> bool:
     """Return whether the next read will fail: faults can be injected while no transfer is in flight."""
     try:
-        testing.inject(activations._store.files.core, fail_read_at=0)
+        testing.inject(activations._store.files.tensors.core, fail_read_at=0)
     except ValueError:
         return False
     return True

@@ -81,7 +81,7 @@ def choose_first(offloaded: OffloadedActivations) -> None:
 def finish_writes_of_pool(offloaded: OffloadedActivations) -> None:
     """Wait until all writes that have begun have ended."""
     with offloaded._store.lock:
-        while offloaded._store._writes.finish_first():
+        while offloaded._store.writes.finish_first():
             pass
 
 

@@ -159,7 +159,7 @@ def test_a_captured_forward_waits_for_nothing(tmp_path: Path, monkeypatch: pytes
         for _ in range(3):  # torch.cuda.graph wants some before
             run(offloaded, tiny_chain, tiny())[1].backward()
         waits: list[None] = []
-        monkeypatch.setattr(offloaded._store, "wait_for_devices", lambda: waits.append(None))
+        monkeypatch.setattr(offloaded._store.devices, "wait", lambda: waits.append(None))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         run(offloaded, tiny_chain, tiny())
         assert not waits
@@ -169,7 +169,7 @@ def test_kinds_that_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """If batches change their shapes too often, the host stops waiting for the device."""
     with opened(tmp_path, everything(**AUTO)) as offloaded:
         waits: list[None] = []
-        monkeypatch.setattr(offloaded._store, "wait_for_devices", lambda: waits.append(None))
+        monkeypatch.setattr(offloaded._store.devices, "wait", lambda: waits.append(None))
         for number in range(100):
             run(offloaded, tiny_chain, torch.randn(1024 + number % 2, requires_grad=True))[1].backward()
         assert len(waits) < 50

@@ -85,7 +85,7 @@ def test_forwards_that_share_the_pool(tmp_path: Path) -> None:
 def test_storage_that_is_slow(tmp_path: Path) -> None:
     """With ``keep="auto"`` it does not matter how fast storage is where the pool has room for everything."""
     with opened(tmp_path, everything(keep="auto", host_bytes=2 * LENGTH * NBYTES)) as offloaded:
-        throttle = Throttle(offloaded._store.files.core, offloaded._store.files._files.files)
+        throttle = Throttle(offloaded._store.files.tensors.core, offloaded._store.files.tensors._files.files)
         throttle.bytes_per_second = 1e6
         for _ in range(FIRST_SETTLED_FORWARD):
             x = torch.randn(NUMEL, requires_grad=True)
@@ -164,7 +164,7 @@ def test_times_leave_out_waits_for_the_budget(tmp_path: Path, monkeypatch: pytes
     """Forward is not measured to be slow because it has waited for storage."""
     profiles = profiles_of(monkeypatch, kept=LENGTH)
     with opened(tmp_path, everything(host_bytes=3 * NBYTES, budget_bytes=4 * NBYTES)) as offloaded:
-        throttle = Throttle(offloaded._store.files.core, offloaded._store.files._files.files)
+        throttle = Throttle(offloaded._store.files.tensors.core, offloaded._store.files.tensors._files.files)
         assert_right(*saved(offloaded))
         throttle.bytes_per_second = 1e7
         x, loss = saved(offloaded)
@@ -209,7 +209,7 @@ def test_cached_entries_are_forgotten(tmp_path: Path) -> None:
         kept = saved(offloaded)  # a graph that lives on
         for _ in range(20):
             assert_right(*saved(offloaded))
-        assert len(offloaded._store._writes._cached) <= 2 * LENGTH
+        assert len(offloaded._store.writes._cached) <= 2 * LENGTH
         assert_right(*kept)
 
 
@@ -295,7 +295,7 @@ class Point:
 def test_the_host_lets_the_device_catch_up(tmp_path: Path) -> None:
     """It waits until little is still to be computed. What is not computed yet says nothing about copies."""
     with opened(tmp_path, everything(host_bytes=LENGTH * NBYTES)) as offloaded:
-        copies = offloaded._store.copies_of(torch.device("cuda", 0))
+        copies = offloaded._store.devices.copies_of(torch.device("cuda", 0))
         assert copies is not None
         computed, copied = [Point() for _ in range(4)], [Point() for _ in range(6)]
         for point in computed:

@@ -40,7 +40,7 @@ def _opening_late(opening: Callable[[Any], None]) -> Callable[[Any], None]:
     from tests.helpers.native_testing import inject
 
     def open_late(self: Any) -> None:
-        is_first = not self._store._files.was_opened
+        is_first = not self._store.files.was_opened
         opening(self)
         if is_first:
             inject(self._store.files.core, seed=next(seeds), max_delay_us=300, short_transfer_every=3)

@@ -62,12 +62,12 @@ def fail_commit(optimizer: Any) -> None:
 
 def fail_read_of_activations(optimizer: Any) -> None:
     """Make the next read of activations fail."""
-    testing.inject(optimizer.rank_state.activations._store.files.core, fail_read_at=0)
+    testing.inject(optimizer.rank_state.activations._store.files.tensors.core, fail_read_at=0)
 
 
 def fail_write_of_activations(optimizer: Any) -> None:
     """Make the next write of activations fail."""
-    testing.inject(optimizer.rank_state.activations._store.files.core, fail_write_at=0, errno=errno.ENOSPC)
+    testing.inject(optimizer.rank_state.activations._store.files.tensors.core, fail_write_at=0, errno=errno.ENOSPC)
 
 
 def fail_roll_back(optimizer: Any) -> None:

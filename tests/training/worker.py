@@ -112,7 +112,7 @@ class Recorder(pl.Callback):
             optimizer = trainer.strategy.optimizers[0]
             delayed = [optimizer.update.drained_handler()._device._pipeline]
             if optimizer.rank_state.activations is not None:
-                delayed.append(optimizer.rank_state.activations._store.files.core)
+                delayed.append(optimizer.rank_state.activations._store.files.tensors.core)
             for target in delayed:
                 testing.inject(target, seed=self.run.delays, max_delay_us=self.run.delay_us, short_transfer_every=3)
 

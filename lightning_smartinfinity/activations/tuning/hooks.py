@@ -82,7 +82,7 @@ class HookChoice:
         """
         self._has_ended = True
         if self._began is not None:
-            for device in self._store.devices:
+            for device in self._store.devices.names():
                 self._peaks[device] = max(self._peaks.get(device, 0), torch.cuda.max_memory_allocated(device))
         # With a budget every forward has hooks, because the budget could not be enforced without.
         if last is not None and not last.sizes and num_passed >= _MANY and not self._tuner.has_budget:
@@ -102,7 +102,7 @@ class HookChoice:
         if kind != self._kind:
             self._kind, self._began, self._times = kind, None, Times()
             self._num_kinds += 1
-        self._store.wait_for_devices()
+        self._store.devices.wait()
         now, times = time.perf_counter(), self._times
         if self._began is not None and self._has_ended:
             (times.offloading if len(times.offloading) < _NUM_COMPARED else times.plain).append(now - self._began)
@@ -115,8 +115,8 @@ class HookChoice:
 
     def _have_room(self) -> bool:
         """Return whether the devices have room for the most bytes that were offloaded at once."""
-        offloaded = self._store.most_evicted_bytes
-        for device in self._store.devices:
+        offloaded = self._store.eviction.most_evicted
+        for device in self._store.devices.names():
             free, _ = torch.cuda.mem_get_info(device)
             idle = torch.cuda.memory_reserved(device) - self._peaks.get(device, 0)
             if free + idle < offloaded + offloaded // _SHARE_FREE:

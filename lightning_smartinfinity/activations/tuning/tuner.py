@@ -116,7 +116,7 @@ class Tuner:
             return self._choose(last, rates, is_retry=is_retry)
         if self._until_retry == 1 and not before.offloaded_bytes:
             # The next forward measures storage. It offloads what the pool has room for, so that backward reads nothing.
-            offloaded = min(self._store.pool_bytes, last.saved_bytes)
+            offloaded = min(self._store.pool.limit, last.saved_bytes)
             return replace(before, offloaded_bytes=offloaded, kept_bytes=last.saved_bytes - offloaded)
         return before
 
@@ -124,11 +124,11 @@ class Tuner:
         keep, budget = self._settings.keep, self._settings.budget_bytes
         assert not isinstance(budget, str), "a size given as text is kept as bytes"
         self.choice = choose(
-            _profile(last, rates, is_retry=is_retry, load_ahead_bytes=self._store.load_ahead_bytes),
+            _profile(last, rates, is_retry=is_retry, load_ahead_bytes=self._store.loads.limit),
             keep=keep,
             budget_bytes=budget,
-            pool_bytes=self._store.pool_bytes,
-            read_ahead_bytes=self._store.read_ahead_bytes,
+            pool_bytes=self._store.pool.limit,
+            read_ahead_bytes=self._store.reads.ahead_bytes,
             most_bytes=round(self._most_offloaded * last.saved_bytes),
         )
         _log_choice(self.choice, last, rates)
