@@ -1,4 +1,4 @@
-"""Reads the report of Vitis HLS on one synthesised kernel, so that its figures can stand beside the computed ones."""
+"""Reads the report of Vitis HLS on one synthesised kernel, whose figures are compared with the computed ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CsynthReport:
 
     @property
     def ii(self) -> dict[str, int | str | None]:
-        """The initiation interval of the loop that is furthest behind the interval of its pragma, or nearest to it.
+        """The initiation interval of the loop that exceeds the interval of its pragma most, or is nearest to it.
 
         Without a pipelined loop nothing is reported.
         """

@@ -23,7 +23,7 @@ from lightning_smartinfinity.common.update_rules import RULES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write a file or print a command line; ``toolchain`` fails if v++ is missing, and says what is needed."""
+    """Write a file or print a command line; ``toolchain`` fails if v++ is missing, and names the requirement."""
     options = _parser().parse_args(arguments)
     if options.what == "toolchain":
         sys.exit(missing_toolchain(SMARTSSD) or 0)
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _compared(file: Path, name: str) -> dict[str, dict[str, int | str | None]]:
-    """Return each figure of Vitis HLS's report beside the computed one; ``None`` where there is none."""
+    """Return pairs of each figure in Vitis HLS's report and the computed one; ``None`` for a missing figure."""
     told = read_csynth(file)
     computed = expected(next(kernel for kernel in KERNELS if kernel.name == name))
     figures = {figure: getattr(told, figure) for figure in ("bram", "uram", "ff", "lut", "dsp")}

@@ -1,6 +1,6 @@
 """Estimates how much of the FPGA the kernels take; nothing is measured: ``python -m hls.resources``.
 
-It prints the tables of docs/smartssd_kernels.md. Counts come from the sources that are named beside them; the cost of
+It prints the tables of docs/smartssd_kernels.md. Counts come from the sources named next to them; the cost of
 each unit is an estimate unless it follows from the FPGA's cells (AMD UG574, UG573).
 """
 
@@ -41,7 +41,7 @@ _RUN_BITS = 10 * 32 + 3 + _BEAT_BITS
 # The streams of entries (48 bits x 64, two shift registers of 32 to a bit) and of findings (32 bits x 16).
 _SMALL_STREAM_LUTS, _SMALL_STREAM_FFS = 48 * 2 + 32, 48 + 32
 
-# Flip-flops, all estimates: the pipeline of each operator; a register behind every second LUT of a checksum's network,
+# Flip-flops, all estimates: the pipeline of each operator; a register after every second LUT of a checksum's network,
 # which is two levels; what a process keeps of its run and of the beat that it reads and the one that it writes; a
 # stream's output; an adapter's two channels; a register for each converted number.
 _OPERATOR_FFS = (143, 205, 761, 405)

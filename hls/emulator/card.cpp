@@ -33,7 +33,7 @@ void Card::load(const axlf& file) {
         units.push_back(std::make_unique<ComputeUnit>(
             name, [this](const ComputeUnit& unit, const Run& run) { execute(unit, run); }));
     }
-    release();  // otherwise threads of hung runs would never end
+    release();  // without it, threads of hung runs would never end
     units_ = std::move(units);
     banks_.clear();
     for (const Bank& bank : xclbin.banks) {

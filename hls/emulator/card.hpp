@@ -85,7 +85,7 @@ class Card {
     mutable std::mutex mutex_;
     std::condition_variable ended_;
     std::condition_variable released_;
-    std::int64_t num_ended_ = 0;  // ended runs that nobody has waited for yet
+    std::int64_t num_ended_ = 0;  // ended runs for which no caller has waited yet
     std::int64_t num_releases_ = 0;
     std::int64_t next_run_ = 0;
     std::string uuid_;

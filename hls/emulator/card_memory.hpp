@@ -8,7 +8,7 @@
 
 namespace smart_infinity::emulator {
 
-// Values of memory that nobody wrote. Device and host differ, so that a missing sync shows in either direction.
+// Values of unwritten memory. Device and host differ, so that a missing sync shows in either direction.
 inline constexpr int kDevicePoison = 0xa5;
 inline constexpr int kHostPoison = 0x5a;
 

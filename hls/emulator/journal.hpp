@@ -23,7 +23,7 @@ class Journal {
     void clear();
 
  private:
-    // Limits memory; nobody reads the events of a long training.
+    // Limits memory: the events of a long training are not read.
     static constexpr std::size_t kMaxLines = 100'000;
 
     void add(std::string line);

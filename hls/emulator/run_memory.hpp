@@ -12,7 +12,7 @@
 
 namespace smart_infinity::emulator {
 
-// Returns host memory from a card's address on, if the buffer that holds the address has any; otherwise empty.
+// Returns host memory from a card's address on; empty if the buffer that holds the address has none.
 using FindHostMemory = std::function<std::span<std::byte>(std::uint64_t address)>;
 
 // The buffers of a run as its kernel reaches them, each between guards.
@@ -33,7 +33,7 @@ class RunMemory final : public DeviceMemory {
     std::string trespass() const;
 
     std::uint64_t bytes() const;
-    // Returns the card's address of a byte behind a pointer, given by its index; throws std::out_of_range.
+    // Returns the card's address of a byte after a pointer, given by its index; throws std::out_of_range.
     std::uint64_t address(std::size_t pointer, std::uint64_t offset) const;
 
  private:

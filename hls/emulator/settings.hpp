@@ -23,7 +23,7 @@ struct Settings {
     std::atomic<std::int64_t> kernel_mib_per_s = 0;   // of the buffers of a run; 0: the speed of computing here
 };
 
-// Number of cards in the machine: SMART_INFINITY_CARD_COUNT, or what was set last.
+// Number of cards in the machine: SMART_INFINITY_CARD_COUNT, or the number that was set last.
 unsigned num_cards();
 void set_num_cards(unsigned count);
 

@@ -10,7 +10,7 @@ namespace card {
 constexpr std::uint32_t kLanes = 16;      // words in a beat
 constexpr std::uint32_t kGroup = 32;      // elements in a beat of 16-bit numbers, or in two beats of fp32
 constexpr std::uint32_t kPadding = 1024;  // arrays in card memory have a multiple of this many elements (4096 bytes)
-constexpr std::uint32_t kLargestNumel = 1u << 29;  // elements; two arrays of so many fill the card's 4 GiB
+constexpr std::uint32_t kLargestNumel = 1u << 29;  // elements; two arrays of this length fill the card's 4 GiB
 
 using Floats = hls::vector<float, kLanes>;
 using Words = hls::vector<std::uint32_t, kLanes>;

@@ -122,7 +122,7 @@ inline float stored_value(const Run& run, std::uint32_t element, float before, f
     return run.active && covers(run, element) ? updated : before;
 }
 
-// Returns the next beat if there is one, otherwise zeros.
+// Returns the next beat, or zeros if there is none.
 inline Floats next_beat(hls::stream<Floats>& beats, bool given) {
 #pragma HLS INLINE
     Floats beat(0.0f);

@@ -207,7 +207,7 @@ def end_of(call: Cursor) -> Cursor | None:
 
 
 def body_of(loop: Cursor) -> Cursor:
-    """Return what a loop repeats."""
+    """Return the body of a loop."""
     return list(loop.get_children())[-1]
 
 

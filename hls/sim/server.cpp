@@ -28,7 +28,7 @@ void send(const void* bytes, std::size_t size) {
     if (std::fwrite(bytes, 1, size, stdout) != size) std::exit(2);
 }
 
-// It lies on the heap and is not a byte longer than asked for, so that access beyond its end is an error.
+// It is on the heap and not a byte longer than requested, so that access beyond its end is an error.
 struct Buffer {
     std::uint64_t size = received<std::uint64_t>();
     std::unique_ptr<void, decltype(&std::free)> bytes{std::aligned_alloc(64, size), &std::free};
