@@ -194,7 +194,8 @@ class Scenario {
                          align_up(8 * tasklet_numel_ + 1024, 4096), 4 * tasklet_numel_,
                          std::chrono::milliseconds(10000)};
         if (through_file_) {
-            card.gradient_file = make_file(card_->path + "-gradients", options.num_buffers * card.gradient_buffer_bytes);
+            card.gradient_file =
+                make_file(card_->path + "-gradients", options.num_buffers * card.gradient_buffer_bytes);
             gradients_descriptor_ = card.gradient_file->descriptor();
         }
         if (is_impatient()) card.timeout = std::chrono::milliseconds(20);

@@ -148,10 +148,10 @@ class CardUpdater final : public Updater {
         require_of(tasklet, tasklet.numel <= kLargestCardNumel,
                    "a kernel works at most " + std::to_string(kLargestCardNumel) + " elements");
         for (const CardPass& pass : card_passes(tasklet)) {
-            require_of(
-                tasklet,
-                tasklet.payload != 0 || tasklet.numel * item_bytes(pass.gradient_dtype) <= options_.gradient_buffer_bytes,
-                "its gradient does not fit gradient_buffer_bytes");
+            require_of(tasklet,
+                       tasklet.payload != 0 ||
+                           tasklet.numel * item_bytes(pass.gradient_dtype) <= options_.gradient_buffer_bytes,
+                       "its gradient does not fit gradient_buffer_bytes");
             require_of(tasklet, tasklet.numel * item_bytes(pass.parameter_dtype) <= options_.parameter_bytes,
                        "its parameters do not fit parameter_bytes");
         }
