@@ -175,7 +175,9 @@ def test_files_stay_as_long_as_forwards_need(tmp_path: Path, monkeypatch: pytest
             del loss
             if step == 0:
                 monkeypatch.setattr(
-                    activations._store.files.tensors, "_in_time", lambda grow, *, doing: grown.append(doing) or grow()
+                    activations._store.files.tensors,
+                    "_calls",
+                    lambda doing, path, grow, *given: grown.append(doing) or grow(*given),
                 )
         assert activations._store.files.tensors.storage_bytes == 0 and not grown
         assert activations.traffic().offloaded_bytes == 4 * 23 * x.nbytes  # x itself stays

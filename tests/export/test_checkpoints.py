@@ -446,7 +446,7 @@ def test_an_export_replaces_nothing(trained: Train, tmp_path: Path) -> None:
 def test_an_export_stays_out_of_the_checkpoint(trained: Train, tmp_path: Path) -> None:
     """A link does not hide that it would lie inside."""
     (tmp_path / "link").symlink_to(trained("llama").checkpoint)
-    with pytest.raises(CheckpointError, match="would lie in the checkpoint"):
+    with pytest.raises(CheckpointError, match="would be inside the checkpoint"):
         export(trained("llama").checkpoint, tmp_path / "link" / "out")
 
 

@@ -86,8 +86,8 @@ def test_nobody_tells_that_a_step_follows(caplog: pytest.LogCaptureFixture) -> N
     """``auto`` does not try speculation, and who asked for it is warned, once."""
     with caplog.at_level(logging.INFO):
         assert set(tell(OverlapChoice("auto"), 10 * [[False, False]])) == {"forward"}
-    assert caplog.text.count("'backward': nobody tells") == 1
-    with pytest.warns(UserWarning, match="works as 'forward': nobody tells") as caught:
+    assert caplog.text.count("'backward': no caller announces") == 1
+    with pytest.warns(UserWarning, match="works as 'forward': no caller announces") as caught:
         assert tell(OverlapChoice("backward"), 10 * [[False]])[1:] == 9 * ["forward"]
     assert len(caught) == 1
 
