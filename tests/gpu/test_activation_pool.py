@@ -268,14 +268,17 @@ def test_used_graphs_that_are_retained_make_room(tmp_path: Path) -> None:
         choose_first(offloaded)
         x, loss = saved(offloaded)
         (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
-        for _ in range(3):
+        for _ in range(10):
             torch.cuda.synchronize()
             finish_writes_of_pool(offloaded)
-            before = offloaded.traffic()
+            before = offloaded.traffic().kept_for_room_bytes
             assert_right(*saved(offloaded))
             torch.cuda.synchronize()
-        # The first of these may have found the pool full of what was still to be written.
-        assert offloaded.traffic().kept_for_room_bytes == before.kept_for_room_bytes
+            # The first ones may find the pool full of entries that are still to be written.
+            if offloaded.traffic().kept_for_room_bytes == before:
+                break
+        else:
+            pytest.fail("every forward found the pool full")
         assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
