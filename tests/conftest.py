@@ -1,4 +1,4 @@
-"""Settings for every test: no network, no silent skips, no memory and no files left behind."""
+"""Settings for every test: it uses no network, is not skipped silently, and frees its memory and files."""
 
 from __future__ import annotations
 

@@ -282,9 +282,9 @@ class TrainingSession(ABC):
         # The finalizer also runs at interpreter exit: storage is left empty unless the settings keep the state.
         weakref.finalize(self, engine.optimizer.rank_state.closer())
         self._training_engine = engine
-        if earlier and not offload.resumes:
-            write_earlier_state(engine.optimizer, earlier)  # sets masters to parameters, which are rounded
         if not offload.resumes:
+            if earlier:
+                write_earlier_state(engine.optimizer, earlier)  # sets masters to parameters, which are rounded
             engine.optimizer.outside_writes.bring_in(engine.optimizer.partition.params())
         if kept is not None:
             kept.bring_into(engine.optimizer)

@@ -1,4 +1,4 @@
-"""In CI a skipped test fails the session unless the machine cannot run it, and so do memory and files left behind."""
+"""In CI a run fails if a test is skipped that the machine could run, or leaves memory or files."""
 
 from __future__ import annotations
 

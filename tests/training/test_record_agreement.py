@@ -67,7 +67,7 @@ def test_records_that_can_be_written_again(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_kill_after_the_records_have_ended(tmp_path: Path) -> None:
-    """Resuming says behind which step no more records came, and why; a new fit archives nothing."""
+    """The error of a resume names the step after which records ended, and the reason; a new fit archives nothing."""
     code, _ = run(tmp_path, kill_at="kill at step", kill_step=5, fails=["unwritable", 1, 2, EVER])
     assert code == -signal.SIGKILL
     code, output = run(tmp_path, resume=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError
-from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientMemory
+from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientMemory, GradientWindows
 from lightning_smartinfinity.pipeline.layout.batches import spans_of
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
 from lightning_smartinfinity.pipeline.layout.tensors import DTYPES, Flat
@@ -248,7 +248,7 @@ class GradientArena:
         self, arriving: Mapping[torch.dtype, Sequence[_Arrival]]
     ) -> Iterator[tuple[torch.dtype, Sequence[_Arrival]]]:
         """Yield the arrivals in groups whose memory is held: all of a dtype, or as many as the budget permits."""
-        if self._memory.budget_bytes is None:
+        if not isinstance(self._memory, GradientWindows):
             yield from arriving.items()
             return
         for dtype, pairs in arriving.items():

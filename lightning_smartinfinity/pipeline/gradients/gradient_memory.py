@@ -74,10 +74,6 @@ class GradientMemory:
             changes: Whether the caller will write to the elements.
         """
 
-    def groups(self, ranges: Sequence[tuple[int, int]]) -> Iterable[Sequence[int]]:
-        """Return groups of indices into ``ranges``; the ranges of a group fit into memory together."""
-        return [range(len(ranges))]
-
     def cut(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Cut ``[begin, end)`` into parts that a pass over all of it holds one after the other."""
         return [(begin, end)]
@@ -217,6 +213,7 @@ class GradientWindows(GradientMemory):
         return [(max(begin, w * numel), min(end, (w + 1) * numel)) for w in windows]
 
     def groups(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[int]]:
+        """Yield groups of indices into ``ranges``; the ranges of a group fit into memory together."""
         group: list[int] = []
         nbytes = 0
         for index, (begin, end) in enumerate(ranges):

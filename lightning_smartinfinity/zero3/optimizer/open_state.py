@@ -38,6 +38,7 @@ def open_state(
     offload: OffloadSettings,
     rule: UpdateRule,
     *,
+    first_values: Sequence[float],
     await_gradients: Callable[[Sequence[int]], None],
 ) -> OffloadSettings:
     """Open the state of an optimizer whose sub-groups DeepSpeed has created. Collective.
@@ -47,6 +48,7 @@ def open_state(
         rank_state: Receives the partition and all that is opened, also if the rest fails.
         offload: Where optimizer state is stored and how it is transferred.
         rule: The update rule of the user's optimizer.
+        first_values: Initial values of the rule's arrays other than the master.
         await_gradients: Function that waits until the update in flight has used the gradients of some parameters,
             given by their indices.
 
@@ -74,7 +76,7 @@ def open_state(
         gradient_dtype=dtype,
         groups=optimizer.optimizer.param_groups,
         masters=rank_state.partition.outputs(by_cuda=offload.cards is None),
-        first_values=rule.first_values(optimizer.optimizer.defaults),
+        first_values=first_values,
         group=group,
     )
     rank_state.hold_handler(handler)

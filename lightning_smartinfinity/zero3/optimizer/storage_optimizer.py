@@ -180,6 +180,7 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.rank_state,
             self._offload,
             self.rule,
+            first_values=self.first_values,
             await_gradients=lambda parameters: self.update.await_gradients(parameters),
         )
         self.partition = self.rank_state.partition
