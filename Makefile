@@ -39,7 +39,7 @@ INSTALLED := $(VENV)/.installed
 CARDS ?=
 BASE ?=
 
-.PHONY: help setup demo test test-long test-cards test-activations checks lint types contracts collection unit csim xo format dist clean
+.PHONY: help setup demo test test-long test-cards test-activations checks lint types contracts unit csim xo format dist clean
 
 help: ## List the targets; times on two cores
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -76,7 +76,7 @@ test: checks unit ## All checks: lint, types, contracts, tests; of cards if CARD
 
 # At once: mypy, which takes longest, uses one core.
 checks: $(INSTALLED)
-	@$(MAKE) --jobs --output-sync=target lint types contracts collection
+	@$(MAKE) --jobs --output-sync=target lint types contracts
 
 # Every check prints one line that says what it does, and then nothing but what is wrong.
 lint: $(INSTALLED) ## Style of Python and C++ (ruff, clang-format), what no card could run in kernels (5 s)
@@ -97,11 +97,6 @@ contracts: $(INSTALLED) ## Who may import whom, which room of the core may inclu
 	@python tools/include_contracts.py
 	@python tools/seams.py --check
 
-collection: $(INSTALLED) ## Every module of tests can be imported (30 s, then 15 s)
-	@echo "collection: every module of tests can be imported (30 s, then 15 s)"
-	@told=$$(HF_HUB_OFFLINE=1 python -m pytest --collect-only -qq) || { echo "$$told"; exit 1; }
-
-# `collection` before it leaves bytecode of all that is imported, which each of the processes would compile for itself.
 # In the order of folders: by the number of tests, as xdist would have it, long files of few tests came last.
 unit: $(INSTALLED) ## The tests; the output ends with those that failed (23 min)
 	@tools/test_packages.sh

@@ -4,7 +4,6 @@
     python tools/house.py --against ../before  # beside another checkout of the project
     python tools/house.py --sample 60          # docstrings picked at random, to be read cold
     python tools/house.py --untested           # modules of the package that no test imports by name
-    python tools/house.py --without COMMIT     # code lines of a commit that are still there
 
 Lengths of C++ functions come from matching braces in clang-formatted code, which is exact enough for percentiles.
 """
@@ -29,7 +28,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "lightning_smartinfinity"
 PRODUCT = (PACKAGE, "hls")
 CPP = frozenset({".cpp", ".hpp", ".inl"})
-FRAGMENTS = ("Of", "Or", "What")
 
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', re.DOTALL)
 _NO_FUNCTION = re.compile(r"\b(namespace|class|struct|enum|union|extern)\b[^()]*$")
@@ -46,7 +44,6 @@ class Room:
     code: int = 0
     functions: list[int] = field(default_factory=list)
     any_names: int = 0
-    fragments: int = 0
 
     def add(self, other: Room) -> None:
         """Add the figures of another room."""
@@ -55,7 +52,6 @@ class Room:
         self.code += other.code
         self.functions += other.functions
         self.any_names += other.any_names
-        self.fragments += other.fragments
 
     @property
     def p90(self) -> float:
@@ -69,11 +65,11 @@ class Room:
         lengths = self.functions or [0]
         return (
             f"{self.files:5} {self.lines:6} {self.code:6} {len(self.functions):5} {statistics.median(lengths):6.1f}"
-            f" {self.p90:6.1f} {max(lengths):4} {self.any_names:4} {self.fragments:4}"
+            f" {self.p90:6.1f} {max(lengths):4} {self.any_names:4}"
         )
 
 
-HEADER = "files  lines   code  func median    p90  max  Any frag"
+HEADER = "files  lines   code  func median    p90  max  Any"
 
 
 def git(root: Path, *arguments: str | Path) -> list[str]:
@@ -117,7 +113,6 @@ def python_room(text: str) -> Room:
         code=len(code_lines(text, ".py")),
         functions=[(node.end_lineno or node.lineno) - node.lineno + 1 for node in functions],
         any_names=sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree)),
-        fragments=sum(is_fragment(str(node.value)) for node in docstrings(tree)),
     )
 
 
@@ -137,11 +132,6 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
 def body_of(node: ast.AST) -> list[ast.stmt]:
     """Return the statements of a node that may hold docstrings."""
     return node.body if isinstance(node, _DEFINED) else []
-
-
-def is_fragment(constant: str) -> bool:
-    """Tells whether a docstring begins with a word that only fragments begin with."""
-    return constant.split(maxsplit=1)[:1] != [] and constant.split(maxsplit=1)[0] in FRAGMENTS
 
 
 def cpp_room(text: str) -> Room:
@@ -222,18 +212,6 @@ def sample(root: Path, count: int, seed: int) -> Iterator[str]:
         yield f"{path}:{node.lineno}: {str(node.value).strip()}\n"
 
 
-def left_of(root: Path, commit: str) -> Iterator[str]:
-    """Yield how many code lines of a commit each of the product's files still has, and the sum."""
-    (name,) = git(root, "rev-parse", f"{commit}^{{commit}}")
-    counts = dict[Path, int]()
-    for path in sources(root):
-        blamed, code = git(root, "blame", "-l", "-s", "-w", "--", path), code_lines(path.read_text(), path.suffix)
-        counts[path] = sum(line.startswith(name) and number in code for number, line in enumerate(blamed, 1))
-    for path, count in [*counts.items(), (root / "all", sum(counts.values()))]:
-        if count:
-            yield f"{count:6} {path.relative_to(root)}"
-
-
 def folded(now: dict[str, Room], before: dict[str, Room]) -> dict[str, Room]:
     """Add up rooms by those of another checkout: a new room counts towards the old one that it lies in."""
     sums = defaultdict[str, Room](Room)
@@ -284,14 +262,11 @@ def main() -> None:
     parser.add_argument("--sample", type=int, metavar="N", help="print N docstrings picked at random instead")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (%(default)s)")
     parser.add_argument("--untested", action="store_true", help="list the modules that no test imports instead")
-    parser.add_argument("--without", metavar="COMMIT", help="count the code lines of a commit that still stand instead")
     arguments = parser.parse_args()
     if arguments.sample is not None:
         lines: Iterator[str] = sample(ROOT, arguments.sample, arguments.seed)
     elif arguments.untested:
         lines = iter(untested(ROOT))
-    elif arguments.without is not None:
-        lines = left_of(ROOT, arguments.without)
     else:
         lines = report(ROOT, arguments.against)
     sys.stdout.writelines(f"{line}\n" for line in lines)

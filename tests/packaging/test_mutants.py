@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def bigger(a: int, b: int) -> int:
-    """Return the bigger one."""
+    """Return b if it is bigger, and 0 if not."""
     if a < b:
         return b
-    return a
+    return 0
 
 
 def unseen(items: list[int]) -> None:
@@ -42,7 +42,7 @@ import os, subprocess, sys
 from made import bigger, unseen
 
 def test_bigger():
-    assert (bigger(1, 2), bigger(2, 1), bigger(3, 3)) == (2, 2, 3)
+    assert (bigger(1, 2), bigger(2, 1), bigger(3, 3)) == (2, 0, 0)
 
 def test_unseen():
     subprocess.run([sys.executable, "-c", "from made import unseen; unseen([])"], check=True)
@@ -102,7 +102,11 @@ def call(root: Path, command: str, *options: str, **files: str) -> None:
 
 
 def choose(root: Path, out: str, seed: int = 1, count: int = 100) -> list[dict[str, str]]:
-    call(root, "choose", "--seed", str(seed), "--python", str(count), map="map", mutants=out)
+    call(root, "choose", "--seed", str(seed), "--python", str(count), mutants=out)
+    return written(root, out)
+
+
+def written(root: Path, out: str) -> list[dict[str, str]]:
     chosen: list[dict[str, str]] = json.loads((root.parent / out).read_text())
     return chosen
 
@@ -112,19 +116,21 @@ def outcomes(path: Path) -> dict[str, str]:
 
 
 def test_mutants_of_a_package(tree: Path) -> None:
-    """They are chosen on lines that tests run, caught or not, and found again after the code has moved."""
+    """Those that tests reach are kept, are caught or not, and are found again after the code has moved."""
     scratch = ("--scratch", str(tree.parent / "scratch"))
-    call(tree, "map", *scratch, "-n", "1", map="map")
-    chosen = choose(tree, "mutants")
+    assert {one["function"] for one in choose(tree, "mutants")} == {"bigger", "unseen", "unreached"}
+    assert choose(tree, "again", count=2) == choose(tree, "again", count=2) != choose(tree, "again", seed=2, count=2)
+    call(tree, "map", *scratch, "-n", "1", map="map", mutants="mutants")
+    call(tree, "keep", map="map", mutants="mutants")
+    chosen = written(tree, "mutants")
     assert {one["function"] for one in chosen} == {"bigger", "unseen"}
     assert len({one["line"] for one in chosen}) == len(chosen) == 4
-    assert choose(tree, "again", count=2) == choose(tree, "again", count=2) != choose(tree, "again", seed=2, count=2)
 
     (tree / "made/room").mkdir()
     (tree / "made/room/moved.py").write_text(PACKAGE.replace("def bigger", "\n\ndef bigger"))
     (tree / "made/__init__.py").write_text("from made.room.moved import bigger, unseen\n")
     commit(tree)
-    call(tree, "map", *scratch, "-n", "1", map="map")
+    call(tree, "map", *scratch, "-n", "1", map="map", mutants="mutants")
     call(tree, "run", *scratch, map="map", mutants="mutants", out="results")
     told = outcomes(tree.parent / "results")
     assert [what for what, outcome in told.items() if outcome == "survived"] == [

@@ -1,14 +1,14 @@
 """Measures what the tests find, by mutants: small changes of the code that some test has to fail for.
 
-    python -m tools.mutants map --map MAP                     # runs the tests: which line is run by which (hours)
-    python -m tools.mutants choose --map MAP --seed 1 --mutants MUTANTS
-    python -m tools.mutants map --map MAP --mutants MUTANTS   # adds which tests reach the mutants in C++
+    python -m tools.mutants choose --seed 1 --mutants MUTANTS      # more than are wanted
+    python -m tools.mutants map --map MAP --mutants MUTANTS        # runs the tests: which of them reach which mutant
+    python -m tools.mutants keep --map MAP --mutants MUTANTS       # of those in Python, some that tests reach
     python -m tools.mutants run --map MAP --mutants MUTANTS --out RESULTS
     python -m tools.mutants compare BEFORE AFTER              # two files of results; 1 if fewer mutants are caught
 
 What runs is the last commit, in a copy of the tree that is kept for the next run (``--scratch``); the tree is only
-read. After the tests or the code have changed, make a new map, and run the same mutants: they are found again by
-function and text, wherever these have moved.
+read. After the tests or the code have changed, make a new map of the same mutants, and run them: they are found again
+by function and text, wherever these have moved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from tools.mutants.suite_map import SuiteMap
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_smartinfinity"
 NO_CORE = ("card", "testing")
-NATIVE_TESTS = ["tests/native", "tests/smartssd", "tests/storage", "tests/pipeline", "tests/activations"]
 CAUGHT = ("caught", "timeout")
 
 
@@ -60,14 +59,15 @@ def _parser() -> argparse.ArgumentParser:
             found.add_argument("--scratch", type=Path, help="folder of copies (default: one of the tree in /tmp)")
         return found
 
-    mapping = command(map, "map")
-    mapping.add_argument("--mutants", type=Path, help="add the tests that reach these mutants in C++ to the map")
-    mapping.add_argument("-n", type=int, default=4, help="processes of pytest (default: 4)")
-    mapping.add_argument("tests", nargs="*", help=f"folders or files (default: all; for C++ {' '.join(NATIVE_TESTS)})")
-    choosing = command(choose, "map", "mutants")
+    choosing = command(choose, "mutants")
     choosing.add_argument("--seed", type=int, required=True)
-    choosing.add_argument("--python", type=int, default=120, help="mutants in Python (default: 120)")
+    choosing.add_argument("--python", type=int, default=360, help="mutants in Python (default: 360)")
     choosing.add_argument("--cpp", type=int, default=30, help="mutants in C++ (default: 30)")
+    mapping = command(map, "map", "mutants")
+    mapping.add_argument("-n", type=int, default=4, help="processes of pytest (default: 4)")
+    mapping.add_argument("tests", nargs="*", help="folders or files (default: all)")
+    keeping = command(keep, "map", "mutants")
+    keeping.add_argument("--python", type=int, default=120, help="mutants in Python (default: 120)")
     running = command(run, "map", "mutants", "out")
     running.add_argument("--only", nargs="+", help="ids")
     running.add_argument("-n", type=int, default=1, help="mutants at a time (default: 1)")
@@ -79,73 +79,76 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def map(given: argparse.Namespace) -> None:
-    """Run the tests and write which of them reach what."""
-    spread = ["-n", str(given.n), "--dist", "loadfile", "--no-loadscope-reorder"] if given.n > 1 else []
-    if given.mutants:
-        known = SuiteMap.load(given.map, _commit(given))
-        scratch = _scratch(given, "cpp")
-        index = Index(_sites(given))
-        records = json.loads(given.mutants.read_text())
-        sites = [index.find(record) for record in records if not record["file"].endswith(".py")]
-        scratch.build(sites)
-        known.add_native(scratch, sites, [*spread, *(given.tests or NATIVE_TESTS)])
-        _say(f"{len(known.native)} of {len(sites)} mutants in C++ are reached")
-    else:
-        known = SuiteMap(_commit(given))
-        scratch = _scratch(given, "python")
-        scratch.prepare()
-        known.add_python(scratch, given.package, [*spread, *given.tests])
-        _say(f"{len(known.tests)} tests passed and reach {sum(len(lines) for lines in known.lines.values())} lines")
-    known.save(given.map)
-
-
 def choose(given: argparse.Namespace) -> None:
-    """Choose mutants by a seed, those in Python on lines that tests run."""
-    known = SuiteMap.load(given.map, _commit(given))
+    """Choose mutants by a seed."""
     sites = list(_sites(given))
     index, rng = Index(sites), random.Random(given.seed)
-    python = [site for site in sites if site.file.endswith(".py") and known.tests_of(site)]
-    native = [site for site in sites if not site.file.endswith(".py")]
+    python, native = ([site for site in sites if site.file.endswith(".py") == wanted] for wanted in (True, False))
     chosen = [*index.choose(given.python, rng, python), *index.choose(given.cpp, rng, native)]
-    given.mutants.write_text(json.dumps([site.record() for site in chosen], indent=1) + "\n")
-    _say(f"{len(chosen)} mutants")
+    _write(given, [site.record() for site in chosen])
+
+
+def map(given: argparse.Namespace) -> None:
+    """Run the tests and write which of them reach which mutant."""
+    known, scratch = SuiteMap(_commit(given)), _scratch(given)
+    sites = _found(given)
+    scratch.build(sites)
+    spread = ["-n", str(given.n), "--dist", "loadfile", "--no-loadscope-reorder"] if given.n > 1 else []
+    known.add(scratch, sites, [*spread, *given.tests])
+    known.save(given.map)
+    _say(f"{len(known.tests)} tests passed and reach {len(known.reached)} of {len(sites)} mutants")
+
+
+def keep(given: argparse.Namespace) -> None:
+    """Keep mutants: the first ones in Python that tests reach, and all in C++."""
+    known = SuiteMap.load(given.map, _commit(given))
+    records = _records(given)
+    python = [one for one in records if _is_python(one) and one["id"] in known.reached]
+    _write(given, [*python[: given.python], *(one for one in records if not _is_python(one))])
 
 
 def run(given: argparse.Namespace) -> None:
     """Run the tests of each mutant; results are added to those that are there."""
     given.out.touch()
     done = {json.loads(line)["id"] for line in given.out.read_text().splitlines()}
-    records = json.loads(given.mutants.read_text())
-    waiting = [one for one in records if one["id"] not in done and (not given.only or one["id"] in given.only)]
-    known, index = SuiteMap.load(given.map, _commit(given)), Index(_sites(given))
-    native = [one for one in records if not one["file"].endswith(".py")]
-    for language in ("python", "cpp"):
-        here = [one for one in waiting if (one in native) == (language == "cpp")]
-        if not here:
-            continue
-        scratch = _scratch(given, language)
-        refused = set()
-        if language == "cpp":
-            refused = {native[number]["id"] for number in scratch.build([index.find(record) for record in native])}
-        else:
-            scratch.prepare()
-        numbers = {record["id"]: number for number, record in enumerate(native)}
-        judge = Judge(scratch, known, given)
-        with ThreadPoolExecutor(given.n) as pool:
-            judged = {}
-            for record in here:
-                site = index.find(record)
-                if site is None or record["id"] in refused:
-                    _note(given.out, record, {"outcome": "refused by the compiler" if site else "gone"})
-                else:
-                    judged[pool.submit(judge.result, site, numbers.get(record["id"]))] = record
-            try:
-                for each in as_completed(judged):
-                    _note(given.out, judged[each], each.result())
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+    records, sites = _records(given), _found(given)
+    scratch, known = _scratch(given), SuiteMap.load(given.map, _commit(given))
+    refused = scratch.build(sites)
+    judge = Judge(scratch, known, given)
+    with ThreadPoolExecutor(given.n) as pool:
+        judged = {}
+        for number, (record, site) in enumerate(zip(records, sites, strict=True)):
+            if record["id"] in done or (given.only and record["id"] not in given.only):
+                continue
+            if site is None or number in refused:
+                _note(given.out, record, {"outcome": "refused by the compiler" if site else "gone"})
+            else:
+                judged[pool.submit(judge.result, site, None if _is_python(record) else number)] = record
+        try:
+            for each in as_completed(judged):
+                _note(given.out, judged[each], each.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _is_python(record: dict[str, Any]) -> bool:
+    return str(record["file"]).endswith(".py")
+
+
+def _records(given: argparse.Namespace) -> list[dict[str, Any]]:
+    return json.loads(given.mutants.read_text())  # type: ignore[no-any-return]
+
+
+def _found(given: argparse.Namespace) -> list[Site | None]:
+    """Return the site of each mutant of the file, or None if it is gone."""
+    index = Index(_sites(given))
+    return [index.find(record) for record in _records(given)]
+
+
+def _write(given: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    given.mutants.write_text(json.dumps(records, indent=1) + "\n")
+    _say(f"{len(records)} mutants")
 
 
 def _note(out: Path, record: dict[str, Any], told: dict[str, Any]) -> None:
@@ -231,10 +234,10 @@ def _sites(given: argparse.Namespace) -> Iterator[Site]:
             yield from cpp_sites(given.tree, file)
 
 
-def _scratch(given: argparse.Namespace, language: str) -> Scratch:
+def _scratch(given: argparse.Namespace) -> Scratch:
     tree = given.tree.resolve()
     name = f"mutants-{hashlib.sha256(str(tree).encode()).hexdigest()[:6]}"
-    return Scratch(tree, (given.scratch or Path(tempfile.gettempdir(), name)).resolve() / language)
+    return Scratch(tree, (given.scratch or Path(tempfile.gettempdir(), name)).resolve())
 
 
 def _say(line: str) -> None:

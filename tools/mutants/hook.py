@@ -1,27 +1,20 @@
 """Enters every Python process of the tests, copied into their environment as ``mutants_hook``.
 
 ``MUTANT_FILE`` names a module's file and the changed text to run in its place. ``MUTANT_TESTS`` names a file with the
-tests to run, ``MUTANT_LOG`` one that is told of each. As a plugin of coverage, the module notes which test runs a line:
-pytest leaves the test's name in the environment, which processes that the test starts inherit.
+tests to run, and ``MUTANT_LOG`` the file to which their results are appended. ``MUTANT_LINES`` names a file with the
+lines of mutants: ``MUTANT_TRACE`` then receives which test reaches which mutant. pytest leaves the test's name in the
+environment, which processes that the test starts inherit.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from typing import Any
-
-
-def coverage_init(registry: Any, _: Any) -> None:
-    """Let coverage ask for the current test."""
-    from coverage import CoveragePlugin
-
-    class CurrentTest(CoveragePlugin):
-        def dynamic_context(self, frame: Any) -> str | None:
-            return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0] or None
-
-    registry.add_dynamic_context(CurrentTest())
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -48,17 +41,66 @@ def _note(**what: object) -> None:
             file.write(json.dumps(what) + "\n")
 
 
-def _run_changed(original: str, changed: str) -> None:
+def reached(number: int) -> None:
+    """Note that the current test reaches a mutant."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    if test and _LAST.get(number) != test:
+        _LAST[number] = test
+        file = _OPEN(_TRACE, os.O_WRONLY | os.O_APPEND)
+        _WRITE(file, f"{number} {test}\n".encode(errors="replace"))
+        _CLOSE(file)
+
+
+class _Noting(ast.NodeTransformer):
+    """Inserts a call of :func:`reached` before each statement on the line of a mutant."""
+
+    def __init__(self, numbers: dict[int, list[int]]) -> None:
+        self._numbers = numbers
+
+    def visit(self, node: ast.AST) -> Any:
+        self.generic_visit(node)
+        if not isinstance(node, ast.stmt) or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return node
+        calls = [f"__import__('mutants_hook').reached({number})" for number in self._numbers.get(node.lineno, ())]
+        inserted = ast.parse("\n".join(calls)).body
+        for new in (part for statement in inserted for part in ast.walk(statement)):
+            if hasattr(new, "lineno"):
+                new.lineno = new.end_lineno = node.lineno
+        return [*inserted, node]
+
+
+def _change_code(changed: Callable[[str], str | ast.AST | None]) -> None:
+    """Compile what is returned for a module's file in place of the file's text, or the text itself for None."""
     get_code = SourceFileLoader.get_code
 
     def code(self: SourceFileLoader, fullname: str) -> Any:
-        if os.path.realpath(self.path) != original:
-            return get_code(self, fullname)
-        with open(changed, "rb") as file:
-            return compile(file.read(), self.path, "exec", dont_inherit=True)
+        new = changed(os.path.realpath(self.path))
+        return get_code(self, fullname) if new is None else compile(new, self.path, "exec", dont_inherit=True)
 
     SourceFileLoader.get_code = code  # type: ignore[method-assign, assignment]
 
 
+def _one_mutant(original: str, changed: str) -> None:
+    _change_code(lambda path: Path(changed).read_text() if path == original else None)
+
+
+def _all_lines(lines: dict[str, list[tuple[int, int]]]) -> None:
+    def noting(path: str) -> ast.AST | None:
+        if path not in lines:
+            return None
+        numbers: dict[int, list[int]] = {}
+        for line, number in lines[path]:
+            numbers.setdefault(line, []).append(number)
+        return _Noting(numbers).visit(ast.parse(Path(path).read_bytes()))  # type: ignore[no-any-return]
+
+    _change_code(noting)
+
+
+# A test may replace these.
+_OPEN, _WRITE, _CLOSE = os.open, os.write, os.close
+_TRACE = os.environ.get("MUTANT_TRACE", "")
+_LAST: dict[int, str] = {}
 if "MUTANT_FILE" in os.environ:
-    _run_changed(*os.environ["MUTANT_FILE"].split(os.pathsep))
+    _one_mutant(*os.environ["MUTANT_FILE"].split(os.pathsep))
+if "MUTANT_LINES" in os.environ:
+    _all_lines(json.loads(Path(os.environ["MUTANT_LINES"]).read_text()))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,10 +75,17 @@ class Scratch:
         return next(self.folder.glob(".venv/lib/python*/site-packages"))
 
     def build(self, sites: Sequence[Site | None]) -> set[int]:
-        """Build the core with mutants, which ``MUTANT`` chooses, and return those that the compiler refuses.
+        """Check out the tree and build the core with the mutants in C++, of which ``MUTANT`` chooses one.
 
-        Nothing is done if the last build was of the same.
+        Nothing is built if no mutant is in C++, or if the last build had the same.
+
+        Returns:
+            Numbers of the mutants that the compiler refuses.
         """
+        sites = [site if site and not site.file.endswith(".py") else None for site in sites]
+        if not any(sites):
+            self.prepare()
+            return set()
         stamp = self.folder / "build/mutants.json"
         commit = _run("git", "-C", self._tree, "rev-parse", "HEAD")
         wanted = [commit, *(site.id if site else None for site in sites)]
@@ -112,6 +120,14 @@ class Scratch:
         stamp.write_text(json.dumps({"wanted": wanted, "refused": sorted(out)}))
         return out
 
+    def lines_of(self, sites: Sequence[Site | None]) -> dict[str, list[tuple[int, int]]]:
+        """Return line and number of each mutant in Python, by the path of its file in the copy."""
+        lines: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for number, site in enumerate(sites):
+            if site and site.file.endswith(".py"):
+                lines[str((self.folder / site.file).resolve())].append((site.lines[0], number))
+        return lines
+
     def pytest(self, *options: str, tests: Iterable[str] = (), limit: float | None = None, **environment: str) -> Ended:
         """Run tests of the copy, in this order, or those that the options name; without a limit pytest may print."""
         python = self.folder / ".venv/bin/python"
@@ -129,6 +145,7 @@ class Scratch:
             if python.exists():
                 variables |= {"PATH": f"{python.parent}:{os.environ['PATH']}", "VIRTUAL_ENV": str(python.parents[1])}
             else:
+                Path(told, "sitecustomize.py").write_text("import mutants_hook\n")
                 variables |= {"PYTHONPATH": told}
             whole = ["-m", "pytest", "-q", "-p", "mutants_hook", "-p", "no:cacheprovider", f"--basetemp={told}/t"]
             output = subprocess.DEVNULL if limit else None
