@@ -1,4 +1,4 @@
-"""Each planted violation breaks the layer contract that forbids it."""
+"""Planted violations break the layer contracts that forbid them."""
 
 from __future__ import annotations
 
@@ -75,15 +75,10 @@ def broken_contracts(folder: Path) -> list[str]:
     return broken
 
 
-def test_package_keeps_all_contracts(copy_of_package: Path) -> None:
-    """The package breaks no contract."""
+def test_every_violation_is_found(copy_of_package: Path) -> None:
+    """One forbidden import for each contract, and for each room, breaks it; the package breaks none."""
     assert broken_contracts(copy_of_package) == []
-
-
-@pytest.mark.parametrize("file", VIOLATIONS)
-def test_violation_is_found(file: str, copy_of_package: Path) -> None:
-    """One forbidden import breaks its contract."""
-    line, contract = VIOLATIONS[file]
-    with (copy_of_package / "lightning_smartinfinity" / file).open("a") as source:
-        source.write(f"\n{line}\n")
-    assert contract in broken_contracts(copy_of_package)
+    for file, (line, _) in VIOLATIONS.items():
+        with (copy_of_package / "lightning_smartinfinity" / file).open("a") as source:
+            source.write(f"\n{line}\n")
+    assert set(broken_contracts(copy_of_package)) >= {contract for _, contract in VIOLATIONS.values()}

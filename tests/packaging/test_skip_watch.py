@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.long_cases import long_but
 from tests.helpers.waiting import PROCESS_LIMIT
 
 TESTS = Path(__file__).parents[1]
@@ -59,55 +58,23 @@ def run(folder: Path, source: str, *, ci: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "source",
-    long_but([SKIPS_WHILE_RUNNING, SKIPS_A_MODULE], [SKIPS, SKIPS_WHILE_RUNNING, f"{PASSES}\n{SKIPS}", SKIPS_A_MODULE]),
-    ids=["marked", "while running", "beside a passing one", "whole module"],
+    ("source", "ci", "status", "says"),
+    [
+        pytest.param(SKIPS, "true", 1, ["should have run here", "test_it.py"], id="marked", marks=pytest.mark.long),
+        pytest.param(SKIPS_WHILE_RUNNING, "true", 1, ["should have run here", "test_it.py"], id="while running"),
+        pytest.param(SKIPS_A_MODULE, "true", 5, ["should have run here", "test_it.py"], id="module"),
+        pytest.param(LACKS_CUDA, "true", 0, ["no CUDA device"], id="no device"),
+        pytest.param(SKIPS, "", 0, ["did not feel like it"], id="outside of CI"),
+        pytest.param(EXPECTED_FAILURE, "true", 0, ["1 xfailed"], id="expected failure"),
+        pytest.param(LEAVES_MEMORY, "true", 1, ["deepspeed_allreduce_buffer_"], id="memory"),
+        pytest.param(LEAVES_A_FILE, "true", 1, ["left.txt"], id="file"),
+        pytest.param(LEAVES_A_FILE, "", 0, ["1 passed"], id="file outside of CI"),
+        pytest.param(PROPERTY, "true", 0, ["1 passed"], id="database of hypothesis"),
+        pytest.param("", "true", 5, ["no tests ran"], id="no tests"),
+    ],
 )
-def test_skip_without_a_good_reason_fails_in_ci(source: str, tmp_path: Path) -> None:
-    """However the test was skipped, the session fails and says which test and why."""
-    status, output = run(tmp_path, source, ci="true")
-    assert status != 0
-    assert "should have run here" in output
-    assert "test_it.py" in output
-
-
-def test_skip_for_want_of_a_device_passes_in_ci(tmp_path: Path) -> None:
-    """A missing CUDA device is a good reason, and the reason is printed."""
-    status, output = run(tmp_path, LACKS_CUDA, ci="true")
-    assert status == 0
-    assert "no CUDA device" in output
-
-
-def test_skip_outside_ci_only_prints(tmp_path: Path) -> None:
-    """A developer may skip a test, and the reason is printed."""
-    status, output = run(tmp_path, SKIPS, ci="")
-    assert status == 0
-    assert "did not feel like it" in output
-
-
-def test_expected_failure_is_no_skip(tmp_path: Path) -> None:
-    """An expected failure counts as a test that ran."""
-    assert run(tmp_path, EXPECTED_FAILURE, ci="true")[0] == 0
-
-
-@pytest.mark.parametrize(("ci", "expected"), [("true", 1), ("", 0)])
-def test_memory_left_behind_fails_in_ci(ci: str, expected: int, tmp_path: Path) -> None:
-    """The session names a buffer of DeepSpeed's op for collectives, which would stay in /dev/shm."""
-    source = LEAVES_MEMORY.replace("{shared}", str(tmp_path / "shm"))
-    status, output = run(tmp_path, source, ci=ci)
-    assert status == expected
-    assert (f"deepspeed_allreduce_buffer_{os.getuid()}__1_0" in output) == bool(expected)
-
-
-@pytest.mark.parametrize(("ci", "expected"), [("true", 1), ("", 0)])
-def test_a_file_left_in_the_current_folder_fails_in_ci(ci: str, expected: int, tmp_path: Path) -> None:
-    """The session names the file. The database of hypothesis is elsewhere."""
-    status, output = run(tmp_path, f"{LEAVES_A_FILE}\n{PROPERTY}", ci=ci)
-    assert status == expected
-    assert (f"{tmp_path / 'left.txt'}\n" in output) == bool(expected)
-    assert not (tmp_path / ".hypothesis").exists()
-
-
-def test_no_tests_at_all_fail(tmp_path: Path) -> None:
-    """A session that collects no tests fails."""
-    assert run(tmp_path, "", ci="true")[0] == 5
+def test_what_fails_in_ci(source: str, ci: str, status: int, says: list[str], tmp_path: Path) -> None:
+    """Skips without a good reason fail in CI, as does what tests leave, and the output names it."""
+    ended, output = run(tmp_path, source.replace("{shared}", str(tmp_path / "shm")), ci=ci)
+    assert ended == status, output
+    assert [words for words in says if words not in output] == []

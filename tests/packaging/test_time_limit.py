@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,6 @@ import pytest
 from tests.helpers.waiting import BUILD_LIMIT, BUILD_TEST_LIMIT, LIMIT, PROCESS_LIMIT
 
 ROOT = Path(__file__).parents[2]
-
-# Settings that are tested themselves.
-FIXED = {
-    "smartssd/test_cards.py": ["2147483"],
-    "training/test_watching.py": ["timedelta(seconds=1)"],  # for a machine that never comes
-    "typing/user_code.py": ["10"],
-}
 
 IN_PYTHON = """
 import threading, time
@@ -84,48 +76,3 @@ def test_the_limits_of_this_project() -> None:
     )
     assert LIMIT < PROCESS_LIMIT < float(limits["timeout"]) < float(limits["faulthandler_timeout"])
     assert PROCESS_LIMIT < BUILD_LIMIT < BUILD_TEST_LIMIT
-
-
-def fixed_limits(source: str) -> list[str]:
-    """Return the code of each argument and default called ``timeout`` that is a number other than 0."""
-    found = list[ast.AST]()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call):
-            pairs = [(keyword.arg, keyword.value) for keyword in node.keywords]
-        elif isinstance(node, ast.arguments):
-            names = [argument.arg for argument in node.posonlyargs + node.args]
-            pairs = [*zip(reversed(names), reversed(node.defaults), strict=False)]
-            pairs += [(argument.arg, value) for argument, value in zip(node.kwonlyargs, node.kw_defaults, strict=True)]
-        else:
-            continue
-        found += [value for name, value in pairs if name == "timeout" and _numbers(value)]
-    return [ast.unparse(value) for value in found]
-
-
-def _numbers(value: ast.AST | None) -> bool:
-    """Tell whether an expression holds a number and no name of a constant."""
-    parts = list(ast.walk(value)) if value is not None else []
-    numbers = [part for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, int | float)]
-    return bool(numbers) and not any(isinstance(part, ast.Name) and part.id.isupper() for part in parts)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "run(command, timeout=60)",
-        "run(command, timeout=2 * 60)",
-        "fit(timeout=timedelta(seconds=60))",
-        "def launch(run, timeout: float = 600): ...",
-        "def launch(*runs, timeout=600): ...",
-    ],
-)
-def test_a_fixed_limit_is_found(source: str) -> None:
-    """The number is found in a call and in a default."""
-    assert len(fixed_limits(source)) == 1
-
-
-def test_no_test_has_a_fixed_limit() -> None:
-    """A test waits for processes and threads with the limits of ``tests/helpers/waiting.py``."""
-    tests = ROOT / "tests"
-    found = {str(path.relative_to(tests)): fixed_limits(path.read_text()) for path in tests.rglob("*.py")}
-    assert {name: values for name, values in found.items() if values} == FIXED
