@@ -32,53 +32,11 @@ def test_import_torch_loads_three_small_modules(tmp_path: Path) -> None:
 
 
 @pytest.mark.seam("discovery by name", "StrategyRegistry, STRATEGY_REGISTRY; the entry point torch.backends.")
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "imports",
-    [
-        ["torch", "lightning.pytorch"],
-        ["lightning_smartinfinity", "lightning"],
-        ["lightning.pytorch.strategies", "lightning_smartinfinity"],
-    ],
-    ids=" then ".join,
-)
-def test_name_is_known_with_autoload(imports: list[str], tmp_path: Path) -> None:
-    """The name is registered in any order of imports. Neither the strategy nor DeepSpeed is loaded for it."""
-    assert fresh_python(IS_REGISTERED, *imports, cwd=tmp_path).strip() == REGISTERED_LAZILY
-
-
-@pytest.mark.long
-def test_name_is_known_without_autoload_once_the_package_is_imported(tmp_path: Path) -> None:
-    """Where torch may not load plugins, importing the package before Lightning registers the name."""
-    imports = ["lightning_smartinfinity", "lightning"]
-    assert fresh_python(IS_REGISTERED, *imports, cwd=tmp_path, autoload=False).strip() == REGISTERED_LAZILY
-
-
-@pytest.mark.long
 def test_without_autoload_the_import_of_the_package_registers_the_name(tmp_path: Path) -> None:
     """Where torch may not load plugins, the name is unknown until the package is imported, even after Lightning."""
     code = "import lightning" + IS_REGISTERED + "import lightning_smartinfinity" + IS_REGISTERED
     printed = fresh_python(code, cwd=tmp_path, autoload=False).splitlines()
     assert printed == ["False False False", REGISTERED_LAZILY]
-
-
-@pytest.mark.long
-def test_trainer_by_name_twice(tmp_path: Path) -> None:
-    """Two Trainers in one process each get their own strategy and precision plugin."""
-    code = """
-    from lightning.pytorch import Trainer
-    trainers = [
-        Trainer(strategy="smart_infinity", accelerator="cpu", devices=1, precision="bf16-mixed", logger=False)
-        for _ in range(2)
-    ]
-    print([type(trainer.strategy).__name__ for trainer in trainers])
-    print([type(trainer.precision_plugin).__name__ for trainer in trainers])
-    print(trainers[0].strategy is trainers[1].strategy)
-    """
-    strategies, precisions, same = fresh_python(code, cwd=tmp_path).splitlines()
-    assert ast.literal_eval(strategies) == ["SmartInfinityStrategy"] * 2
-    assert ast.literal_eval(precisions) == ["SmartInfinityPrecision"] * 2
-    assert same == "False"
 
 
 def test_training_by_name(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from lightning_smartinfinity import ActivationOffload, SmartInfinityStrategy, TopK
-from tests.helpers.fresh_python import fresh_python
 
 CLASS_PATH = "lightning_smartinfinity.SmartInfinityStrategy"
 COMMON = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
@@ -61,17 +60,6 @@ def strategy_from(*arguments: str) -> SmartInfinityStrategy:
 def test_strategy_on_the_command_line(arguments: list[str]) -> None:
     """The name and the class path both give our strategy, with default settings."""
     assert strategy_from(*arguments)._settings.storage is None
-
-
-def test_settings_on_the_command_line(tmp_path: Path) -> None:
-    """Nested settings can be given one by one."""
-    strategy = strategy_from(
-        f"--trainer.strategy={CLASS_PATH}",
-        f"--trainer.strategy.storage={tmp_path}",
-        "--trainer.strategy.transfer.num_buffers=4",
-    )
-    assert strategy._settings.storage == (tmp_path,)
-    assert strategy._settings.transfer.num_buffers == 4
 
 
 def test_settings_in_a_file(tmp_path: Path) -> None:
@@ -135,23 +123,3 @@ def test_wrong_setting_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         strategy_from(f"--trainer.strategy={CLASS_PATH}", f"--trainer.strategy.storages={tmp_path}")
     assert "storages" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_name_without_importing_the_package(tmp_path: Path) -> None:
-    """A command that does not import this package trains by the strategy's name alone."""
-    code = """
-    import sys
-    import torch
-    from lightning.pytorch.cli import LightningCLI
-    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
-
-    assert "lightning_smartinfinity.integrations.trainer.strategy" not in sys.modules
-    cli = LightningCLI(BoringModel, BoringDataModule, save_config_callback=None)
-    print("trained", type(cli.trainer.strategy).__name__, cli.trainer.global_step)
-    """
-    arguments = [
-        "fit", "--trainer.strategy=smart_infinity", "--optimizer=torch.optim.AdamW", *COMMON, "--trainer.max_steps=2",
-        "--trainer.limit_val_batches=0", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false",
-    ]  # fmt: skip
-    assert "trained SmartInfinityStrategy 2" in fresh_python(code, *arguments, cwd=tmp_path)
