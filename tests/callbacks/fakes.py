@@ -35,11 +35,6 @@ INITIALISATION = Traffic(shared_write_bytes=12_000_000, storage_write_bytes=12_0
 CHECKPOINT = Traffic(shared_read_bytes=9_000_000, wait_seconds=60.0)
 
 
-def add(one: Traffic, other: Traffic) -> Traffic:
-    """Return the field-wise sum."""
-    return one + other
-
-
 class CountingStrategy(SingleDeviceStrategy):
     """Plain training in which every optimizer step, checkpoint and fit counts a known number of bytes."""
 
@@ -66,12 +61,12 @@ class CountingStrategy(SingleDeviceStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
         if self.num_steps not in self.skipped_steps:
-            self.counted = add(self.counted, PER_STEP)
+            self.counted = self.counted + PER_STEP
         self.num_steps += 1
         return result
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.counted = add(self.counted, CHECKPOINT)
+        self.counted = self.counted + CHECKPOINT
         super().save_checkpoint(*args, **kwargs)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smartinfinity.devices import FolderTraffic, Traffic
@@ -31,16 +31,6 @@ class Seen(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         metrics = trainer.callback_metrics
         self.values.append({name: float(value) for name, value in metrics.items() if name.startswith("io/")})
-
-
-class StopAfter(pl.Callback):
-    """A callback that ends a run without a limit."""
-
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        trainer.should_stop = trainer.global_step >= self.num_steps
 
 
 def build(
@@ -131,41 +121,45 @@ def test_values_of_storage_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_values_are_of_the_steps_since_the_last_measurement(tmp_path: Path) -> None:
-    """With four steps between measurements a value is their mean, and a total counts from the beginning."""
-    clock = Clock()
-    trainer, _, seen = build(tmp_path, clock=clock, log_every_n_steps=4)
-    trainer.fit(Line(clock))
-    assert seen.values[2] == {}
-    for index, num_steps in ((3, 4), (7, 8)):
-        assert seen.values[index]["io/shared_write_GB"] == pytest.approx(14_000 / 1e9)
-        assert seen.values[index]["io/GBps"] == pytest.approx(27_500 / 2.0 / 1e9)
-        written = INITIALISATION_TB + num_steps * 12_500 / 1e12
-        assert seen.values[index]["io/written_TB"] == pytest.approx(written)
+@pytest.mark.parametrize(
+    ("settings", "first", "steps", "values"),
+    [
+        ({"log_every_n_steps": 4}, 3, 8, {"io/shared_write_GB": 14_000 / 1e9, "io/GBps": 27_500 / 2.0 / 1e9}),
+        ({"log_every_n_steps": 4, "every_n_steps": 2}, 1, 8, {"io/wait_s": 0.125}),
+        ({"log_every_n_steps": 4, "every_n_steps": 8}, 7, 8, {"io/wait_s": 0.125}),
+        ({"accumulate_grad_batches": 4}, 3, 2, {"io/shared_read_GB": 12_000 / 1e9, "io/GBps": 27_500 / 8.0 / 1e9}),
+        ({"max_epochs": -1, "max_steps": 4}, 0, 4, {}),
+        ({"max_epochs": 3, "max_steps": 4}, 0, 4, {}),
+        ({"max_epochs": 2}, 0, 16, {}),
+        ({"max_epochs": 2, "accumulate_grad_batches": 4}, 3, 4, {}),
+    ],
+)
+def test_cadence_and_projection(
+    tmp_path: Path, settings: dict[str, int], first: int, steps: int, values: dict[str, float]
+) -> None:
+    """Values are of the optimizer steps since the last measurement, at the loggers' cadence or the monitor's own.
 
-
-def test_accumulated_micro_batches(tmp_path: Path) -> None:
-    """A step is an optimizer step, here four micro-batches of two seconds each."""
-    clock = Clock()
-    trainer, monitor, seen = build(tmp_path, clock=clock, accumulate_grad_batches=4)
+    From the first measurement on the projection is the bytes that the whole run will have written.
+    """
+    clock, options = Clock(), dict(settings)
+    monitor = StorageTrafficMonitor(every_n_steps=options.pop("every_n_steps", None))
+    trainer, _, seen = build(tmp_path, monitor=monitor, clock=clock, logger=CSVLogger(tmp_path), **options)
     trainer.fit(Line(clock))
-    assert [index for index, values in enumerate(seen.values) if values] == [3, 4, 5, 6, 7]
-    assert seen.values[7]["io/GBps"] == pytest.approx(27_500 / 8.0 / 1e9)
-    assert monitor.summary["io/shared_read_GB"] == pytest.approx(12_000 / 1e9)
+    measured = [index for index, found in enumerate(seen.values) if found]
+    assert measured[0] == first and measured == [*range(first, len(seen.values))]
+    written = INITIALISATION_TB + steps * 12_500 / 1e12
+    assert [seen.values[index]["io/projected_TB"] for index in measured] == pytest.approx([written] * len(measured))
+    assert monitor.summary["io/projected_TB"] == monitor.summary["io/written_TB"] == pytest.approx(written)
+    assert {name: monitor.summary[name] for name in values} == pytest.approx(values)
+    assert {name: seen.values[-1][name] for name in values} == pytest.approx(values)
 
 
 def test_skipped_steps(tmp_path: Path) -> None:
     """A skipped step moves nothing: bytes per parameter stay the same, bytes per step fall."""
-    trainer, monitor, _ = build(tmp_path, skipped_steps=(0, 5))
+    trainer, monitor, seen = build(tmp_path, skipped_steps=(0, 5))
     trainer.fit(Line())
     assert monitor.summary["io/bytes_per_parameter"] == pytest.approx(27.5)
     assert monitor.summary["io/shared_read_GB"] == pytest.approx(12_000 / 1e9 * 6 / 8)
-
-
-def test_only_skipped_steps(tmp_path: Path) -> None:
-    """Without any update the value per parameter is NaN, and nothing raises."""
-    trainer, _, seen = build(tmp_path, skipped_steps=(0,))
-    trainer.fit(Line())
     assert math.isnan(seen.values[0]["io/bytes_per_parameter"])
     assert seen.values[0]["io/shared_read_GB"] == 0
 
@@ -229,27 +223,12 @@ def test_saved_totals_stand_for_all_ranks() -> None:
     assert monitor.state_dict() == saved
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"max_epochs": -1, "max_steps": 4}, 4),
-        ({"max_epochs": 3, "max_steps": 4}, 4),
-        ({"max_epochs": 2}, 16),
-        ({"max_epochs": 2, "accumulate_grad_batches": 4}, 4),
-    ],
-)
-def test_projection(tmp_path: Path, settings: dict[str, int], expected: int) -> None:
-    """From the first step on the projection is the bytes that the whole run will have written."""
-    trainer, monitor, seen = build(tmp_path, **settings)
-    trainer.fit(Line())
-    projections = [values["io/projected_TB"] for values in seen.values if values]
-    assert projections == pytest.approx([INITIALISATION_TB + expected * 12_500 / 1e12] * len(projections))
-    assert monitor.summary["io/projected_TB"] == pytest.approx(monitor.summary["io/written_TB"])
-
-
 def test_run_without_an_end(tmp_path: Path) -> None:
     """A run without a limit has no projection."""
-    trainer, monitor, _ = build(tmp_path, max_epochs=-1, callbacks=[StopAfter(20)])
+    stop = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step >= 20)
+    )
+    trainer, monitor, _ = build(tmp_path, max_epochs=-1, callbacks=[stop])
     trainer.fit(Line())
     assert "io/projected_TB" not in monitor.summary
     assert monitor.summary["io/written_TB"] > 0
@@ -265,16 +244,6 @@ def test_csv_logger(tmp_path: Path) -> None:
     assert float(rows[0]["io/bytes_per_parameter"]) == pytest.approx(27.5)
     assert float(rows[0]["loss"]) > 0
     assert float(rows[-1]["io/written_TB"]) == monitor.summary["io/written_TB"]
-
-
-@pytest.mark.parametrize("every_n_steps", [2, 8])
-def test_cadence_of_its_own(tmp_path: Path, every_n_steps: int) -> None:
-    """The monitor can measure more or less often than the loggers log."""
-    logger = CSVLogger(tmp_path, name="logs", version=0)
-    monitor = StorageTrafficMonitor(every_n_steps=every_n_steps)
-    trainer, _, seen = build(tmp_path, monitor=monitor, logger=logger, log_every_n_steps=4)
-    trainer.fit(Line())
-    assert next(index for index, values in enumerate(seen.values) if values) == every_n_steps - 1
 
 
 @pytest.mark.parametrize("prog_bar", [True, False])
@@ -337,15 +306,14 @@ def test_cadence_that_loggers_would_miss(tmp_path: Path) -> None:
         trainer.fit(Line())
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
-def test_bad_cadence(value: Any) -> None:
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *(("every_n_steps", value) for value in (0, -1, 1.5, True, "4")),
+        *(("endurance_tbw", value) for value in (0, -600.0, "600", math.nan, True)),
+    ],
+)
+def test_bad_settings(setting: str, value: Any) -> None:
     """The error names the setting and the value."""
-    with pytest.raises(ConfigError, match=r"every_n_steps="):
-        StorageTrafficMonitor(every_n_steps=value)
-
-
-@pytest.mark.parametrize("value", [0, -600.0, "600", math.nan, True])
-def test_bad_endurance(value: Any) -> None:
-    """The error names the setting and the value."""
-    with pytest.raises(ConfigError, match=r"endurance_tbw="):
-        StorageTrafficMonitor(endurance_tbw=value)
+    with pytest.raises(ConfigError, match=f"{setting}="):
+        StorageTrafficMonitor(**{setting: value})
