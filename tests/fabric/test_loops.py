@@ -56,6 +56,31 @@ def losses_of(model: nn.Module) -> list[float]:
         return [loss_of(model, index).item() for index in range(3)]
 
 
+def in_torch(plain: nn.Module | None = None, lr: float = 1e-2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a network, or a new one, and an optimizer in memory."""
+    plain = build_net() if plain is None else plain
+    return plain, torch.optim.AdamW(plain.parameters(), lr=lr, eps=EPS)
+
+
+def take_steps(fabric: Fabric, ours: tuple[Any, Any], theirs: tuple[nn.Module, Any], num_steps: int = 2) -> None:
+    """Take steps by ours and by torch's; assert that the losses are the same afterwards."""
+    (model, optimizer), (plain, reference) = ours, theirs
+    for step in range(num_steps):
+        fabric.backward(loss_of(model, step), model=model)
+        loss_of(plain, step).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close(losses_of(model), losses_of(plain), atol=2e-5, rtol=0)
+
+
+def take_steps_by_ours(fabric: Fabric, model: Any, optimizer: Any, num_steps: int = 1) -> None:
+    for step in range(num_steps):
+        fabric.backward(loss_of(model, step), model=model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_clipping_changes_the_gradients_there_are_as_in_torch(fabric: Fabric) -> None:
     """Clipping by norm and by value works in any order and repeatedly, and later gradients are added unclipped."""
     model, optimizer = set_up(fabric)
@@ -95,23 +120,17 @@ def test_steps_without_zero_grad_are_warned_of_once(
 
 def test_a_module_whose_training_was_dropped(tmp_path: Path) -> None:
     """Its weights answer in 16 bit, and the next training warns that it begins from these."""
-
-    def train(fabric: Fabric) -> torch.Tensor:
-        model, optimizer = set_up(fabric, net)
-        begun: torch.Tensor = deepspeed.utils.safe_get_full_fp32_param(net[0].weight)
-        fabric.backward(loss_of(model, 0))
-        optimizer.step()
-        return begun
-
     net = build_net()
-    train(quiet_fabric(tmp_path / "first", precision="bf16-mixed"))
+    fabric = quiet_fabric(tmp_path / "first", precision="bf16-mixed")
+    take_steps_by_ours(fabric, *set_up(fabric, net))
+    del fabric
     gc.collect()
     found = net[0].weight.detach().float()
     assert torch.equal(found, found.bfloat16().float())
     second = quiet_fabric(tmp_path / "second", precision="bf16-mixed")
     with pytest.warns(UserWarning, match=r"rounded to torch.bfloat16"):
-        begun = train(second)
-    assert torch.equal(begun, found)
+        set_up(second, net)
+    assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(net[0].weight), found)
     second.strategy.close()
 
 
@@ -135,20 +154,15 @@ def test_clipping_takes_the_loss_scale_into_account(tmp_path: Path) -> None:
     fabric = quiet_fabric(tmp_path, precision="16-true", options={"loss_scale": 2.0**10})
     model, optimizer = set_up(fabric)
     plain = build_net()
-    for clip in ({"max_norm": 0.05}, {"clip_val": 0.01}):
-        optimizer.zero_grad()
-        fabric.backward(loss_of(model, 0))
-        plain.zero_grad()
-        loss_of(plain, 0).backward()
-        norm = fabric.clip_gradients(model, optimizer, **clip)
-        if "max_norm" in clip:
-            expected = nn.utils.clip_grad_norm_(plain.parameters(), clip["max_norm"])
-            torch.testing.assert_close(norm, expected, rtol=2e-3, atol=0)
-        else:
-            nn.utils.clip_grad_value_(plain.parameters(), clip["clip_val"])
-        remaining = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
-        again = fabric.clip_gradients(model, optimizer, max_norm=1e9)
-        torch.testing.assert_close(again, remaining, rtol=2e-3, atol=0)
+    fabric.backward(loss_of(model, 0))
+    loss_of(plain, 0).backward()
+    norms = [fabric.clip_gradients(model, optimizer, max_norm=limit) for limit in (0.05, 1e9)]
+    expected = [nn.utils.clip_grad_norm_(plain.parameters(), limit) for limit in (0.05, 1e9)]
+    fabric.clip_gradients(model, optimizer, clip_val=0.01)
+    nn.utils.clip_grad_value_(plain.parameters(), 0.01)
+    norms.append(fabric.clip_gradients(model, optimizer, max_norm=1e9))
+    expected.append(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+    torch.testing.assert_close(norms, expected, rtol=2e-3, atol=0)
     fabric.strategy.close()
 
 
@@ -180,7 +194,7 @@ def test_zero_grad_drops_what_backward_left(fabric: Fabric) -> None:
 @pytest.mark.parametrize("when", ["before setup", "in setup", "after setup"])
 def test_scheduler_is_the_loops_own(when: str, fabric: Fabric) -> None:
     """The scheduler acts on the optimizer, whenever it was built, and only the loop steps it."""
-    net, plain = build_net(), build_net()
+    net, theirs = build_net(), in_torch(lr=0.1)
     given = torch.optim.AdamW(net.parameters(), lr=0.1, eps=EPS)
     scheduler: Any = None if when == "after setup" else torch.optim.lr_scheduler.StepLR(given, 1, 0.5)
     if when == "in setup":
@@ -189,16 +203,12 @@ def test_scheduler_is_the_loops_own(when: str, fabric: Fabric) -> None:
         model, optimizer = fabric.setup(net, given)
     if when == "after setup":
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.1, eps=EPS)
-    expected = torch.optim.lr_scheduler.StepLR(reference, 1, 0.5)
-    for step in range(3):
-        fabric.backward(loss_of(model, step))
-        loss_of(plain, step).backward()
-        for each in (optimizer, reference, scheduler, expected):
-            each.step()
-        reference.zero_grad()
-        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-    torch.testing.assert_close(losses_of(model), losses_of(plain), atol=2e-5, rtol=0)
+    expected = torch.optim.lr_scheduler.StepLR(theirs[1], 1, 0.5)
+    for _ in range(3):
+        take_steps(fabric, (model, optimizer), theirs, 1)
+        scheduler.step()
+        expected.step()
+        assert optimizer.param_groups[0]["lr"] == theirs[1].param_groups[0]["lr"]
 
 
 def test_state_beside_the_model_is_saved_and_loaded(fabric: Fabric, tmp_path: Path) -> None:
@@ -207,12 +217,10 @@ def test_state_beside_the_model_is_saved_and_loaded(fabric: Fabric, tmp_path: Pa
     other = nn.Linear(2, 2)
     state = {"model": model, "optimizer": optimizer, "step": 1, "array": batch(1).numpy(), "tensor": batch(2)}
     for step in (1, 2):
-        fabric.backward(loss_of(model, step))
-        optimizer.step()
+        take_steps_by_ours(fabric, model, optimizer)
         fabric.save(tmp_path / "ckpt", {**state, "other": other, "step": step, "kept": "back"})
     expected, weight = losses_of(model), other.weight.detach().clone()
-    fabric.backward(loss_of(model, 3))
-    optimizer.step()
+    take_steps_by_ours(fabric, model, optimizer)
     nn.init.zeros_(other.weight)
     target = {**state, "step": 0, "array": None, "tensor": None, "other": other}
     remainder = fabric.load(tmp_path / "ckpt", target, weights_only=False)  # numpy's array is an object of a class
@@ -226,20 +234,15 @@ def test_state_beside_the_model_is_saved_and_loaded(fabric: Fabric, tmp_path: Pa
 def test_weights_alone_are_loaded_into_models_with_and_without_optimizer(fabric: Fabric, tmp_path: Path) -> None:
     """A model without an optimizer takes the weights. A training model takes them and keeps its optimizer's state."""
     model, optimizer = set_up(fabric)
-    for step in range(2):
-        fabric.backward(loss_of(model, step))
-        optimizer.step()
+    take_steps_by_ours(fabric, model, optimizer, 2)
     fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer, "step": 2})
     expected = losses_of(model)
-
     torch.manual_seed(1)
     evaluated = fabric.setup_module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
     assert losses_of(evaluated) != expected
     assert fabric.load(tmp_path / "ckpt", {"model": evaluated}) == {"step": 2}
     assert losses_of(evaluated) == expected
-
-    fabric.backward(loss_of(model, 2), model=model)
-    optimizer.step()
+    take_steps_by_ours(fabric, model, optimizer)
     fabric.load(tmp_path / "ckpt", {"model": model})
     assert losses_of(model) == expected
     assert set(optimizer.engine.optimizer.update.drained_handler().steps) == {3}
@@ -249,8 +252,7 @@ def test_weights_of_a_damaged_checkpoint_leave_a_training_as_it_was(fabric: Fabr
     """An error names the file with a flipped bit in the last master, and the weights written before are restored."""
     model, optimizer = set_up(fabric)
     fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer})
-    fabric.backward(loss_of(model, 0))
-    optimizer.step()
+    take_steps_by_ours(fabric, model, optimizer)
     expected = losses_of(model)
     (file,) = tmp_path.rglob("*optim_states.pt")
     (masters,) = torch.load(file, weights_only=False)["optimizer_state_dict"]["fp32_flat_groups"]
@@ -265,17 +267,11 @@ def test_plain_weights_reach_the_model_and_its_masters(fabric: Fabric, tmp_path:
     source = build_net()
     nn.init.normal_(source[0].weight)
     torch.save(source.state_dict(), tmp_path / "weights.pt")
-    model, optimizer = set_up(fabric)
-    evaluated = fabric.setup(build_net())
-    for target in (model, evaluated):
+    ours, evaluated = set_up(fabric), fabric.setup(build_net())
+    for target in (ours[0], evaluated):
         fabric.load_raw(tmp_path / "weights.pt", target)
         torch.testing.assert_close(losses_of(target), losses_of(source))
-    reference = torch.optim.AdamW(source.parameters(), lr=1e-2, eps=EPS)
-    fabric.backward(loss_of(model, 0), model=model)
-    loss_of(source, 0).backward()
-    optimizer.step()
-    reference.step()
-    torch.testing.assert_close(losses_of(model), losses_of(source), atol=5e-6, rtol=0)
+    take_steps(fabric, ours, in_torch(source), 1)
 
 
 def test_full_weights_are_loaded_from_one_file(tmp_path: Path) -> None:
@@ -332,8 +328,7 @@ def test_a_second_model_evaluates_beside_the_one_that_trains(fabric: Fabric) -> 
     model, optimizer = set_up(fabric)
     second = fabric.setup(build_net())
     expected = losses_of(teacher)
-    fabric.backward(loss_of(model, 0), model=model)
-    optimizer.step()
+    take_steps_by_ours(fabric, model, optimizer)
     assert losses_of(teacher) == losses_of(second) == expected
     assert losses_of(model) != expected
 
@@ -363,19 +358,10 @@ def test_model_built_in_init_module_trains_like_any(empty_init: bool | None, fab
     with fabric.init_module(empty_init=empty_init):
         net = build_net()
     assert all(p.ds_status.name == "NOT_AVAILABLE" for p in net.parameters())  # type: ignore[attr-defined]
-    model, optimizer = set_up(fabric, net)
-    plain = build_net()
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS)
-    for step in range(2):
-        fabric.backward(loss_of(model, step))
-        optimizer.step()
-        loss_of(plain, step).backward()
-        reference.step()
-        reference.zero_grad()
-    torch.testing.assert_close(losses_of(model), losses_of(plain), atol=5e-6, rtol=0)
+    take_steps(fabric, set_up(fabric, net), in_torch())
 
 
-def test_layers_initialised_again_in_init_module_have_the_values_of_torch(fabric: Fabric, tmp_path: Path) -> None:
+def test_layers_initialised_again_in_init_module_have_the_values_of_torch(fabric: Fabric) -> None:
     """Every way to initialise gives torch's values, as in configure_model, and tied parameters stay tied."""
     with fabric.init_module():
         torch.manual_seed(0)
@@ -384,42 +370,30 @@ def test_layers_initialised_again_in_init_module_have_the_values_of_torch(fabric
     expected = Initialised()
     whole = {name for name, part in net.parts.items() if not hasattr(part.weight, "ds_id")}
     assert whole == {"assigned", "copied", "parameter"}, "new parameters of finished layers wait for setup"
-    weights = dict(expected.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(net.parameters())):
-        different = [name for name, param in net.named_parameters() if not torch.equal(param, weights[name])]
-    assert not different
     assert net.total == expected.total
     assert net.parts["second"].weight is net.parts["first"].weight
-    inner = set_up(fabric, net)[1].engine.optimizer
+    inner, weights = set_up(fabric, net)[1].engine.optimizer, dict(expected.named_parameters())
     for name, param in net.named_parameters():
         assert torch.equal(inner.get_full_hp_param(param), weights[name].detach()), name
 
 
 def test_tensors_of_init_tensor_are_whole(tmp_path: Path) -> None:
-    """Tensors have the precision's dtype and are not partitioned. A module built there trains."""
+    """Tensors and a module built there have the precision's dtype and are not partitioned."""
     fabric = quiet_fabric(tmp_path, precision="bf16-true")
     with fabric.init_tensor():
         tensor, net = torch.ones(3), build_net()
     assert tensor.dtype is torch.bfloat16 and tensor.numel() == 3
     assert {(param.dtype, hasattr(param, "ds_id")) for param in net.parameters()} == {(torch.bfloat16, False)}
-    model, optimizer = set_up(fabric, net)
-    fabric.backward(model(batch(0).bfloat16()).square().mean())
-    optimizer.step()
-    assert set(optimizer.engine.optimizer.update.drained_handler().steps) == {1}
-    fabric.strategy.close()
 
 
 def test_traffic_counts_until_the_storage_is_closed(fabric: Fabric, tmp_path: Path) -> None:
     """Counters and sizes work as in the Trainer. close() removes the state, and a model can be set up again."""
-    strategy = fabric.strategy
+    strategy, numel = fabric.strategy, sum(p.numel() for p in build_net().parameters())
     assert isinstance(strategy, SmartInfinityFabricStrategy)
     for _ in range(2):
         assert strategy.traffic().shared_read_bytes == 0
-        model, optimizer = set_up(fabric)
-        fabric.backward(loss_of(model, 0))
-        optimizer.step()
+        take_steps_by_ours(fabric, *set_up(fabric))
         strategy.drain()
-        numel = sum(p.numel() for p in build_net().parameters())
         assert strategy.traffic().shared_read_bytes >= 8 * numel and strategy.state_numel == numel
         assert strategy.state_bytes >= 24 * numel
         assert list((tmp_path / "storage").glob("*/*/state.bin"))
@@ -431,12 +405,11 @@ def test_traffic_counts_until_the_storage_is_closed(fabric: Fabric, tmp_path: Pa
 def test_a_forgotten_fabric_does_not_hold_its_folder(tmp_path: Path) -> None:
     """A function that trains without close can be called twice in one process."""
 
-    def call() -> float:
+    def call() -> list[float]:
         fabric = quiet_fabric(tmp_path)
         model, optimizer = set_up(fabric)
-        fabric.backward(loss_of(model, 0))
-        optimizer.step()
-        return loss_of(model, 0).item()
+        take_steps_by_ours(fabric, model, optimizer)
+        return losses_of(model)
 
     gc.disable()
     try:
@@ -463,20 +436,32 @@ def of_a_graph_that_is_used_again(model: Any, batch: torch.Tensor) -> torch.Tens
     return loss * float(gradients[0].norm())  # type: ignore[no-any-return]
 
 
+def of_a_weight(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    weight = model.module[0].weight
+    penalty = (weight.T @ weight - torch.eye(6)).square().mean()
+    return model(batch).float().square().mean() + penalty  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
-    ("loss_of", "directly"),
-    [(of_the_input, False), (of_the_input, True), (of_parameters, False), (of_a_graph_that_is_used_again, False)],
+    ("loss_of", "directly", "precision", "rel"),
+    [
+        (of_the_input, False, "32-true", 1e-5),
+        (of_the_input, True, "32-true", 1e-5),
+        (of_parameters, False, "32-true", 1e-5),
+        (of_a_graph_that_is_used_again, False, "32-true", 1e-5),
+        (of_a_weight, False, "bf16-mixed", 1e-2),
+    ],
 )
 def test_gradients_of_what_a_model_returns(
-    loss_of: Callable[[Any, torch.Tensor], torch.Tensor], directly: bool, tmp_path: Path
+    loss_of: Callable[[Any, torch.Tensor], torch.Tensor], directly: bool, precision: Any, rel: float, tmp_path: Path
 ) -> None:
-    """torch.autograd.grad works on it as in memory, and so does loss.backward()."""
+    """torch.autograd.grad works on it as in memory, so does loss.backward(), and so do terms over weights."""
     losses = []
     zero = {"stage3_param_persistence_threshold": 0}
     for strategy in ("auto", SmartInfinityFabricStrategy(tmp_path, zero=zero)):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision=precision)
         fabric.launch()
         model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
         found = []
@@ -491,23 +476,4 @@ def test_gradients_of_what_a_model_returns(
                 fabric.backward(loss)
             optimizer.step()
         losses.append(found)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-def test_a_penalty_in_a_mixed_precision(tmp_path: Path) -> None:
-    """A term over a partitioned weight, computed outside of the model's forward, has a gradient in backward."""
-    ends = []
-    for strategy in ("auto", SmartInfinityFabricStrategy(tmp_path, zero={"stage3_param_persistence_threshold": 0})):
-        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed")
-        fabric.launch()
-        torch.manual_seed(0)
-        net = nn.Linear(8, 32)
-        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in range(3):
-            weight = model.module.weight
-            loss = model(torch.ones(2, 8)).float().mean() + (weight.T @ weight - torch.eye(8)).square().mean()
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append(net.weight.detach().float())
-    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=5e-3)
+    assert losses[1] == pytest.approx(losses[0], rel=rel)

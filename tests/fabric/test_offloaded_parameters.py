@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -43,13 +42,6 @@ def wide() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 256), inner, nn.Linear(256, 8))
 
 
-def compiled() -> nn.Sequential:
-    """Return the same model with a submodule compiled in place."""
-    net = wide()
-    net[1].compile(backend="eager")
-    return net
-
-
 def losses_of_steps(build: Callable[[], nn.Module], root: Path, *, partitioned: bool = False, **options: Any) -> Any:
     """Train for three steps and return the losses, and whether parameters were on storage."""
     fabric = quiet_fabric(root, options=options)
@@ -71,16 +63,3 @@ def test_a_model_built_into_storage_trains_to_the_same_bits(tmp_path: Path) -> N
     """Under init_module parameters go to storage as they are built."""
     expected, _ = losses_of_steps(wide, tmp_path / "a")
     assert losses_of_steps(wide, tmp_path / "b", partitioned=True, zero=NVME) == (expected, True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"zero": NVME}], ids=["memory", "storage"])
-def test_a_submodule_compiled_in_place_trains_to_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
-    """The bits are the same with parameters in memory and on storage.
-
-    ``test_model_compile.py`` of ``tests/training`` always runs, with the same engine.
-    """
-    torch._dynamo.reset()
-    expected, _ = losses_of_steps(wide, tmp_path / "a")
-    assert losses_of_steps(compiled, tmp_path / "b", **options) == (expected, bool(options))
-    assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0

@@ -6,12 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightning_smartinfinity import CheckpointError
-from tests.fabric.worker import Run, launch, quiet_fabric, train
+from tests.fabric.worker import Run, launch, quiet_fabric
 from tests.helpers.models import Recipe
-from tests.helpers.universal import convert_by_command
 
 RECIPE = Recipe(groups=True, scheduler="step", skip_side_at=(1,), max_steps=4)
 
@@ -22,21 +20,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     launch(Run(out=str(folder), recipe=dataclasses.replace(RECIPE, max_steps=2), devices=2, save_at=(2,)))
     return folder / "step-2.ckpt"
-
-
-@pytest.mark.long
-def test_fabric_resumes_what_more_processes_saved(two: Path, tmp_path: Path) -> None:
-    """Losses, masters, step counts and the user's own state equal those of a loop that loads its universal form.
-
-    That the engine loads such a checkpoint is below, and its bits are in ``tests/training/test_resharding.py``.
-    """
-    universal = convert_by_command(two, tmp_path / "universal")
-    expected = train(Run(out=str(tmp_path / "a"), recipe=RECIPE, resume=str(universal)))
-    resumed = train(Run(out=str(tmp_path / "b"), recipe=RECIPE, resume=str(two)))
-    assert resumed.losses == expected.losses and len(resumed.losses) == 2
-    assert resumed.extra["steps"] == expected.extra["steps"]
-    for name, master in expected.masters.items():
-        assert torch.equal(resumed.masters[name], master), name
 
 
 def test_the_engine_loads_it_as_transformers_and_accelerate_ask(two: Path, tmp_path: Path) -> None:
