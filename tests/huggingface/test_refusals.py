@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,26 +15,46 @@ import transformers
 from lightning_smartinfinity import ConfigError, UnsupportedError
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.integrations.transformers.arguments import has_rule
-from tests.huggingface.trained import adapters, arguments, dataset, load, train
+from tests.huggingface.trained import adapters, arguments, calling, dataset, load, train
 
 
-def test_a_cpu_that_is_asked_for_by_name(tmp_path: Path) -> None:
-    """``use_cpu=True`` would switch DeepSpeed off without a word."""
-    with SmartInfinityTraining() as training, pytest.raises(UnsupportedError, match=r"use_cpu=True.*Leave it out"):
-        arguments(tmp_path, training.config, use_cpu=True)
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"use_cpu": True}, UnsupportedError, r"use_cpu=True.*Leave it out"),  # it would switch DeepSpeed off
+        ({"auto_find_batch_size": True}, UnsupportedError, "Set per_device_train_batch_size"),
+        *(
+            ({"optim": name}, UnsupportedError, f"{name}.*adamw_torch")
+            for name in ("paged_adamw_8bit", "adamw_bnb_8bit", "adafactor", "galore_adamw")
+        ),
+    ],
+)
+def test_arguments(changes: dict[str, Any], error: type[Exception], named: str, tmp_path: Path) -> None:
+    """Arguments that would train in memory, or without an update rule, are refused by the name that was typed."""
+    with SmartInfinityTraining() as training, pytest.raises(error, match=named):
+        arguments(tmp_path, training.config, **changes)
 
 
-def test_batch_sizes_that_are_tried(tmp_path: Path) -> None:
-    """Transformers would refuse ``auto_find_batch_size`` with ZeRO-3, and recommend other stages, which do not help."""
-    with SmartInfinityTraining() as training, pytest.raises(UnsupportedError, match="Set per_device_train_batch_size"):
-        arguments(tmp_path, training.config, auto_find_batch_size=True)
-
-
-@pytest.mark.parametrize("name", ["paged_adamw_8bit", "adamw_bnb_8bit", "adafactor", "galore_adamw"])
-def test_an_optimizer_that_keeps_its_state_in_memory(name: str, tmp_path: Path) -> None:
-    """Paged and 8-bit optimizers, and others without an update rule, are refused by the name that was typed."""
-    with SmartInfinityTraining() as training, pytest.raises(UnsupportedError, match=f"{name}.*adamw_torch"):
-        arguments(tmp_path, training.config, optim=name)
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (lambda config: SmartInfinityTraining(), r"Pass deepspeed=training\.config"),
+        (lambda config: "smart_infinity", r"Pass deepspeed=training\.config"),
+        (lambda config: True, r"Pass deepspeed=training\.config"),
+        (lambda config: {"zero_optimization": {"stage": 2}}, r"deepspeed=training\.config"),
+        (lambda config: {**config, "zero_optimization": {"stage": 3}}, r"deepspeed=training\.config"),
+        (lambda config: {**config, "optimizer": {"type": "AdamW"}}, "optimizer.*Leave it out"),
+        (lambda config: {**config, "scheduler": {"type": "WarmupLR"}}, "scheduler.*Leave it out"),
+        (
+            lambda config: {**config, "gradient_accumulation_steps": 4},
+            r"'gradient_accumulation_steps' .* set to 4.*TrainingArguments",
+        ),
+    ],
+)
+def test_another_configuration(given: Callable[[Any], Any], named: str, tmp_path: Path) -> None:
+    """What is not the training's own configuration, or has values that TrainingArguments decide, is refused."""
+    with SmartInfinityTraining() as training, pytest.raises(ConfigError, match=named):
+        arguments(tmp_path, given(training.config), gradient_accumulation_steps=4)
 
 
 def test_the_optimizers_that_are_taken() -> None:
@@ -57,14 +79,6 @@ def test_a_quantized_base(attribute: str, model_folder: Path, tmp_path: Path) ->
     assert not list(tmp_path.rglob("*.bin"))
 
 
-def test_another_configuration_of_deepspeed(tmp_path: Path) -> None:
-    """A configuration that is not the training's own is refused with the way to change it."""
-    with SmartInfinityTraining() as training:
-        for other in ({"zero_optimization": {"stage": 2}}, {**training.config, "zero_optimization": {"stage": 3}}):
-            with pytest.raises(ConfigError, match=r"deepspeed=training\.config"):
-                arguments(tmp_path, other)
-
-
 def test_a_training_within_a_training() -> None:
     """The second context is refused, and the first one goes on."""
     with SmartInfinityTraining() as training:
@@ -85,22 +99,11 @@ def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
-def test_an_optimizer_of_deepspeed(section: str, tmp_path: Path) -> None:
-    """A section of the configuration would build DeepSpeed's own Adam, which it compiles."""
-    with SmartInfinityTraining() as training, pytest.raises(ConfigError, match=f"{section}.*Leave it out"):
-        arguments(tmp_path, {**training.config, section: {"type": "AdamW", "params": {"lr": "auto"}}})
-
-
 def test_an_error_in_the_training_ends_the_context_cleanly(model_folder: Path, tmp_path: Path) -> None:
     """The error arrives, state leaves the storage, and the next training works."""
-
-    class Stop(transformers.TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            raise RuntimeError("stop here")
-
+    stop = calling(on_step_end=mock.Mock(side_effect=RuntimeError("stop here")))
     with pytest.raises(RuntimeError, match="stop here"):
-        train(model_folder, tmp_path / "a", before=lambda trainer: trainer.add_callback(Stop()))
+        train(model_folder, tmp_path / "a", before=lambda trainer: trainer.add_callback(stop))
     assert not list((tmp_path / "a" / "smart_infinity").iterdir())
     assert train(model_folder, tmp_path / "b", data=dataset(2)).weights
 

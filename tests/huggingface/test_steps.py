@@ -109,8 +109,18 @@ class Tripling(WatchBefore):
                 param.grad.mul_(3)
 
 
-@pytest.mark.parametrize(("accumulate", "clip", "watch"), [(1, 0.0, Watch), (2, 0.1, WatchBefore), (1, 0.1, Tripling)])
-@pytest.mark.parametrize("kind", [Reading, Adversarial, Writing, Dropping])
+@pytest.mark.parametrize(
+    ("kind", "accumulate", "clip", "watch"),
+    [
+        (Reading, 2, 0.1, WatchBefore),
+        (Reading, 1, 0.0, Watch),
+        (Adversarial, 1, 0.1, Tripling),
+        (Adversarial, 2, 0.1, WatchBefore),
+        (Writing, 1, 0.0, Watch),
+        (Writing, 2, 0.1, WatchBefore),
+        (Dropping, 1, 0.1, Tripling),
+    ],
+)
 def test_code_between_backward_and_step(
     kind: type[Plain], accumulate: int, clip: float, watch: type[Watch], model_folder: Path, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import transformers
@@ -29,6 +28,7 @@ from tests.huggingface.trained import (
     Loss,
     adapters,
     arguments,
+    calling,
     dataset,
     load,
     train,
@@ -66,21 +66,6 @@ def test_accumulated_it_trains_like_the_lightning_route(
     losses, _ = train_in_lightning(model_folder, tmp_path / "lightning", precision=precision, accumulate=2)
     assert len(ours.norms) == STEPS // 2
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(losses), atol=1e-6, rtol=0)
-
-
-def test_it_trains_like_the_trainer_in_memory(model_folder: Path, tmp_path: Path) -> None:
-    """Losses and the norms of gradients are those of a plain Trainer; after the context Trainers are plain again."""
-    ours = train(model_folder, tmp_path / "ours", max_grad_norm=0.5)
-    args = arguments(tmp_path / "plain", None, max_grad_norm=0.5)
-    model = load(model_folder)
-    assert model.lm_head.weight.numel() > 0, "the model was partitioned"
-    loss = Loss()
-    plain = transformers.Trainer(model=model, args=args, train_dataset=dataset(), compute_loss_func=loss)
-    plain.train()
-    assert not plain.is_deepspeed_enabled
-    norms = [log["grad_norm"] for log in plain.state.log_history if "grad_norm" in log]
-    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(loss.values), atol=1e-5, rtol=0)
-    torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(norms), atol=1e-4, rtol=0)
 
 
 def test_by_transformers_own_loss_with_shuffled_batches(model_folder: Path, tmp_path: Path) -> None:
@@ -145,11 +130,10 @@ def test_activations_on_storage(model_folder: Path, tmp_path: Path) -> None:
     moved: list[int] = []
 
     def count(trainer: Any) -> None:
-        callback = transformers.TrainerCallback()
-        callback.on_step_end = lambda *args, **kwargs: moved.append(  # type: ignore[method-assign]
-            trainer.model_wrapped.optimizer.rank_state.activations.traffic().written_bytes
-        )
-        trainer.add_callback(callback)
+        def note(*_: Any, **__: Any) -> None:
+            moved.append(trainer.model_wrapped.optimizer.rank_state.activations.traffic().written_bytes)
+
+        trainer.add_callback(calling(on_step_end=note))
 
     stored = train(model_folder, tmp_path / "storage", strategy={"activations": EVERYTHING}, before=count, **settings)
     assert stored.losses == in_memory.losses and same(stored.weights, in_memory.weights)
@@ -236,29 +220,20 @@ def test_evaluation_before_and_after_training(model_folder: Path, tmp_path: Path
 def test_a_model_that_was_not_trained_is_saved_as_it_was_loaded(
     evaluated: bool, model_folder: Path, tmp_path: Path
 ) -> None:
-    """``save_model`` needs no training, nor an evaluation."""
+    """``save_model`` needs no training, nor an evaluation; ``save_pretrained`` of the context needs one of them."""
     with SmartInfinityTraining() as training:
         args = arguments(tmp_path, training.config)
         trainer = transformers.Trainer(model=load(model_folder), args=args, eval_dataset=dataset())
+        with pytest.raises(UnsupportedError, match="before a training or an evaluation"):
+            training.save_pretrained(tmp_path / "kept")
         if evaluated:
             trainer.evaluate()
+            training.save_pretrained(tmp_path / "kept")
         trainer.save_model(str(tmp_path / "saved"))
         assert trainer.is_deepspeed_enabled, "the Trainer was not left as it was"
-    assert same(weights_in(tmp_path / "saved"), weights_in(model_folder))
+    for name in ("saved", *["kept"] * evaluated):
+        assert same(weights_in(tmp_path / name), weights_in(model_folder))
     assert (tmp_path / "saved" / "training_args.bin").is_file()
-
-
-class Stepped(transformers.Trainer):
-    """A Trainer that notes the learning rate of every step."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.rates: list[float] = []
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "learning_rate" in logs:
-            self.rates.append(logs["learning_rate"])
-        super().log(logs, *args, **kwargs)
 
 
 @pytest.mark.parametrize("given", ["passed", "scheduled", "assigned", "created"])
@@ -270,7 +245,7 @@ def test_the_optimizer_that_a_trainer_is_given(given: str, model_folder: Path, t
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
         passed = {"passed": (optimizer, None), "scheduled": (optimizer, scheduler)}
-        trainer = Stepped(
+        trainer = transformers.Trainer(
             model=model,
             args=arguments(folder, config),
             train_dataset=dataset(),
@@ -284,28 +259,13 @@ def test_the_optimizer_that_a_trainer_is_given(given: str, model_folder: Path, t
             for group in trainer.optimizer.param_groups:
                 group["weight_decay"] = 0.5
         trainer.train()
-        return loss.values, trainer.rates
+        return loss.values, [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
 
     expected_losses, expected_rates = outcome(tmp_path / "memory", None)
     with SmartInfinityTraining() as training:
         losses, rates = outcome(tmp_path / "storage", training.config)
     assert rates == pytest.approx(expected_rates) and len(set(rates)) > 2
     assert losses == pytest.approx(expected_losses, abs=1e-5)
-
-
-def test_an_optimizer_without_a_rule_is_refused(model_folder: Path, tmp_path: Path) -> None:
-    """An optimizer that a Trainer is given meets the same checks as any other."""
-    with SmartInfinityTraining() as training:
-        model = load(model_folder)
-        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-        trainer = transformers.Trainer(
-            model=model,
-            args=arguments(tmp_path, training.config),
-            train_dataset=dataset(2),
-            optimizers=(optimizer, None),  # type: ignore[arg-type]
-        )
-        with pytest.raises(UnsupportedError, match="amsgrad"):
-            trainer.train()
 
 
 def test_a_trainer_trains_twice(model_folder: Path, tmp_path: Path) -> None:
@@ -372,60 +332,16 @@ def test_adapters_added_to_a_model_are_gathered_without_it(
     assert any(value.abs().sum() > 0 for name, value in outcome.weights.items() if "lora_B" in name)
 
 
-def test_a_model_that_was_evaluated_only_is_saved_by_the_context(model_folder: Path, tmp_path: Path) -> None:
-    """``save_pretrained`` takes the model of the last evaluation if there was no training."""
-    with SmartInfinityTraining() as training:
-        with pytest.raises(UnsupportedError, match="before a training or an evaluation"):
-            training.save_pretrained(tmp_path / "saved")
-        trainer = transformers.Trainer(
-            model=load(model_folder), args=arguments(tmp_path, training.config), eval_dataset=dataset(2)
-        )
-        trainer.evaluate()
-        training.save_pretrained(tmp_path / "saved")
-    assert same(weights_in(tmp_path / "saved"), weights_in(model_folder))
-
-
-def test_parameters_on_storage_train_to_the_same_bits(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With ``offload_param`` they lie in our files, and DeepSpeed's own swapper, which compiles, is never built."""
-
-    def built(*_: Any, **__: Any) -> Any:
-        raise AssertionError("DeepSpeed's swapper was built")
-
-    monkeypatch.setattr(deepspeed.runtime.swap_tensor.partitioned_param_swapper, "AsyncIOBuilder", built)
-    in_memory = train(model_folder, tmp_path / "memory")
-    nbytes: list[int] = []
-    callback = type(
-        "Watch",
-        (transformers.TrainerCallback,),
-        {"on_step_end": lambda self, *args, **kwargs: nbytes.append(seen[0].parameter_bytes)},
-    )()
-    seen: list[SmartInfinityTraining] = []
-    original = SmartInfinityTraining.__enter__
-    monkeypatch.setattr(SmartInfinityTraining, "__enter__", lambda self: seen.append(self) or original(self))
-    zero = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
-    stored = train(
-        model_folder, tmp_path / "storage", strategy={"zero": zero}, before=lambda t: t.add_callback(callback)
-    )
-    assert stored.losses == in_memory.losses and same(stored.weights, in_memory.weights)
-    assert min(nbytes) >= 4 * sum(value.numel() for value in stored.weights.values())
-
-
 def test_the_update_begins_within_the_backward_that_a_step_follows(model_folder: Path, tmp_path: Path) -> None:
     """With overlap="backward" every step adopts the update that began in its last backward, and bits stay the same."""
     adopted: list[tuple[int, int]] = []
 
-    class Watch(transformers.TrainerCallback):
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            speculation = watched[0].model_wrapped.optimizer.speculation
+    def watch(trainer: Any) -> None:
+        def note(*_: Any, **__: Any) -> None:
+            speculation = trainer.model_wrapped.optimizer.speculation
             adopted.append((speculation.num_adopted, speculation.num_discarded))
 
-    watched: list[Any] = []
-
-    def watch(trainer: Any) -> None:
-        watched.append(trainer)
-        trainer.add_callback(Watch())
+        trainer.add_callback(calling(on_train_end=note))
 
     settings: dict[str, Any] = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
     overlapped = train(model_folder, tmp_path / "overlap", before=watch, strategy={"overlap": "backward"}, **settings)
@@ -439,11 +355,8 @@ def test_the_storage_lies_with_the_checkpoints_or_is_named_after_them(model_fold
     found: list[list[str]] = []
 
     def look(folder: Path) -> Any:
-        class Look(transformers.TrainerCallback):
-            def on_step_end(self, *_: Any, **__: Any) -> None:
-                found.append([path.name for path in folder.iterdir()])
-
-        return lambda trainer: trainer.add_callback(Look())
+        callback = calling(on_step_end=lambda *_, **__: found.append([path.name for path in folder.iterdir()]))
+        return lambda trainer: trainer.add_callback(callback)
 
     train(model_folder, tmp_path / "a", before=look(tmp_path / "a" / "smart_infinity"), max_steps=1)
     assert found[0] == ["default"]

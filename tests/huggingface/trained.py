@@ -63,6 +63,13 @@ def adapters(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
 
 
+def calling(**hooks: Callable[..., None]) -> transformers.TrainerCallback:
+    """Return a callback whose hooks call these functions."""
+    callback = transformers.TrainerCallback()
+    vars(callback).update(hooks)
+    return callback
+
+
 @dataclass
 class Loss:
     """The mean cross-entropy of next tokens, and what it was in every call.
