@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 
-from lightning_smartinfinity import StorageError, UnsupportedError
-from lightning_smartinfinity.activations import paused
+from lightning_smartinfinity import StorageError
 from lightning_smartinfinity.activations.packing import Packing
 from lightning_smartinfinity.activations.pool import Pool
 from lightning_smartinfinity.activations.reads import Reads
@@ -21,25 +19,12 @@ from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.activations.writes import Writes
 from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 from tests.activations.chains import assert_nothing_is_left
-from tests.fabric.test_training import EVERYTHING as RECIPE
-from tests.fabric.worker import Run, quiet_fabric, train
+from tests.fabric.worker import quiet_fabric
 from tests.helpers import native_testing as testing
 from tests.helpers.long_cases import long_but
-from tests.helpers.models import Recipe, TinyGPT
+from tests.helpers.models import Recipe
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.waiting import await_that
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_same_bits(precision: str, tmp_path: Path) -> None:
-    """Groups, a scheduler, accumulation, clipping and unused parameters: as with all in memory."""
-    recipe = dataclasses.replace(RECIPE, precision=precision)
-    memory, storage = (
-        train(Run(out=str(tmp_path / str(number)), recipe=recipe, options={"activations": activations}))
-        for number, activations in enumerate((None, EVERYTHING))
-    )
-    assert (storage.losses, storage.extra) == (memory.losses, memory.extra)
-    assert all(torch.equal(storage.masters[name], master) for name, master in memory.masters.items())
 
 
 class Loop:
@@ -80,23 +65,6 @@ class Loop:
 
     def close(self) -> None:
         self.fabric.strategy.close()  # type: ignore[attr-defined]
-
-
-def test_two_forwards_before_a_backward(tmp_path: Path) -> None:
-    """Graphs may be used in any order, or dropped."""
-    losses = []
-    for number, activations in enumerate((None, EVERYTHING)):
-        loop = Loop(tmp_path / str(number), activations)
-        for _ in range(3):
-            first, second, _ = loop.forward(), loop.forward(), loop.forward()
-            loop.fabric.backward(first, model=loop.model, retain_graph=True)
-            loop.fabric.backward(second, model=loop.model)
-            loop.fabric.backward(first, model=loop.model)
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-        losses.append(loop.losses)
-        loop.close()
-    assert losses[0] == losses[1]
 
 
 # Methods, and which call of them is interrupted.
@@ -186,33 +154,6 @@ def test_an_unreadable_entry_is_forgotten_with_its_gradients(tmp_path: Path) -> 
     loop.step()
     loop.step()
     assert loop.losses == straight.losses
-    loop.close()
-
-
-class Functional(TinyGPT):
-    """A model that calls code of torch that refuses hooks."""
-
-    def __init__(self, *, pauses: bool) -> None:
-        super().__init__()
-        self.pauses = pauses
-
-    def forward(self, tokens: torch.Tensor, *, use_side: bool = True) -> torch.Tensor:
-        if self.pauses:
-            with paused():
-                slope = torch.func.grad(torch.sin)(torch.zeros(()))
-        else:
-            slope = torch.func.grad(torch.sin)(torch.zeros(()))
-        return super().forward(tokens, use_side=use_side) * slope
-
-
-def test_code_that_refuses_hooks(tmp_path: Path) -> None:
-    """The error names the pause, with which the model trains."""
-    loop = Loop(tmp_path / "refused", model=Functional(pauses=False))
-    with pytest.raises(UnsupportedError, match="paused"):
-        loop.forward()
-    loop.close()
-    loop = Loop(tmp_path / "paused", model=Functional(pauses=True))
-    loop.step()
     loop.close()
 
 

@@ -23,10 +23,10 @@ from tests.helpers.initialised import Initialised
 EPS = 1e-4  # as in tests.helpers.models: a small eps would turn rounding noise into full steps
 
 
-def build_net() -> nn.Sequential:
+def build_net(width: int = 16) -> nn.Sequential:
     """Return the same small network every time."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4))
 
 
 def batch(index: int) -> torch.Tensor:
@@ -352,13 +352,22 @@ def test_a_model_evaluates_in_sixteen_bit(precision: str, tmp_path: Path) -> Non
     torch.testing.assert_close(losses_of(fabric.setup(build_net())), losses_of(build_net()), rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize("empty_init", [None, True])
-def test_model_built_in_init_module_trains_like_any(empty_init: bool | None, fabric: Fabric) -> None:
-    """ZeRO-3 partitions every layer as it is built, and training gives the same values."""
+@pytest.mark.parametrize(
+    ("empty_init", "zero"),
+    [(None, {}), (True, {}), (None, {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0})],
+)
+def test_model_built_in_init_module_trains_like_any(
+    empty_init: bool | None, zero: dict[str, Any], tmp_path: Path
+) -> None:
+    """ZeRO-3 partitions every layer as it is built, into storage if it is asked to, and training gives the same."""
+    fabric = quiet_fabric(tmp_path, options={"zero": zero})
     with fabric.init_module(empty_init=empty_init):
-        net = build_net()
+        net = build_net(256)  # a weight takes a block at least
     assert all(p.ds_status.name == "NOT_AVAILABLE" for p in net.parameters())  # type: ignore[attr-defined]
-    take_steps(fabric, set_up(fabric, net), in_torch())
+    ours = set_up(fabric, net)
+    assert (fabric.strategy.parameter_bytes > 0) == bool(zero)  # type: ignore[attr-defined]
+    take_steps(fabric, ours, in_torch(build_net(256)))
+    fabric.strategy.close()
 
 
 def test_layers_initialised_again_in_init_module_have_the_values_of_torch(fabric: Fabric) -> None:
