@@ -1,7 +1,4 @@
-"""Ordinary checkpoints resume on any number of processes, however many saved them.
-
-``test_universal_optimizers.py`` compares such trainings with torch, for Adagrad, SGD and RMSprop.
-"""
+"""Ordinary checkpoints resume on any number of processes, however many saved them."""
 
 from __future__ import annotations
 
@@ -23,20 +20,21 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import assert_same_tensors, convert_by_command
-from tests.training.test_universal import MISFITS, flip
+from tests.training.test_universal import MISFITS, TINY, assert_misfit, assert_refused, flip, flip_after_check
 from tests.training.worker import Outcome, Run, launch, train
 
 BASE = Recipe(groups=True, frozen=True, odd=True, scheduler="step", clip=0.5, skip_side_at=(1, 2, 4), max_steps=6)
 FP16 = dataclasses.replace(BASE, precision="16-mixed")
 OPTIONS = {"initial_scale_power": 22, "hysteresis": 1}
+ON_STORAGE = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0, "sub_group_size": 3000}
 SAVE_AT = 3
 
 
 def passed_on(root: Path, recipe: Recipe, options: dict[str, Any]) -> tuple[Run, Path]:
     """Train on one process, and pass what step 3 has saved to two and three processes and one again.
 
-    Every stage loads and saves before any step, with sub-groups and a ring of its own. The last one goes on, and has to
-    equal the first. What the stages save is compared as universal checkpoints.
+    Every stage loads and saves before any step, with sub-groups and a ring of its own. The last one goes on, with
+    parameters on storage, and has to equal the first. What the stages save is compared as universal checkpoints.
 
     Returns:
         The first run, and the checkpoint that two processes saved.
@@ -63,7 +61,7 @@ def passed_on(root: Path, recipe: Recipe, options: dict[str, Any]) -> tuple[Run,
     for other in universal[1:]:
         assert_same_tensors(universal[0], other)
     back, _, back_recorder = train(
-        dataclasses.replace(first, out=str(root / "back"), save_at=(), resume=str(saved[-1]))
+        Run(out=str(root / "back"), recipe=recipe, options={**options, "zero": ON_STORAGE}, resume=str(saved[-1]))
     )
     assert back.losses == straight.losses[SAVE_AT:]
     for key in ("steps", "loss_scale", "lr"):
@@ -115,9 +113,6 @@ def assert_equal(outcome: Outcome, expected: Outcome) -> None:
     assert outcome.extra["steps"] == expected.extra["steps"]
     for name, master in expected.masters.items():
         assert torch.equal(outcome.masters[name], master), name
-
-
-TINY = Recipe(groups=True, frozen=True, max_steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -189,14 +184,6 @@ USUAL = (
 )
 
 
-def assert_nothing_was_loaded(trainer: Any, module: LitTiny) -> None:
-    optimizer = trainer.strategy.model.optimizer
-    assert optimizer.update.drained_handler().generation == 0
-    expected = dict(TINY.build_model().named_parameters())
-    for name, param in module.model.named_parameters():
-        assert torch.equal(param.ds_tensor, expected[name].detach().flatten()), name
-
-
 @pytest.mark.parametrize("name", long_but(USUAL, DAMAGES))
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(
     name: str, two: Path, tmp_path: Path, attack: Attack
@@ -210,12 +197,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(
     damage, named = DAMAGES[name]
     folder = shutil.copytree(two, tmp_path / "copy")
     damage(folder)
-    trainer = quiet_trainer(tmp_path, precision="32-true", max_steps=4)
-    module = LitTiny(TINY)
-    with pytest.raises(CheckpointError, match=named) as caught:
-        trainer.fit(module, ckpt_path=folder)
-    assert caught.value.remedy
-    assert_nothing_was_loaded(trainer, module)
+    assert_refused(folder, tmp_path, named)
 
 
 def test_a_value_that_is_read_wrongly_when_it_is_loaded(
@@ -224,17 +206,9 @@ def test_a_value_that_is_read_wrongly_when_it_is_loaded(
     """A load compares what it reads with the checksums that it found when it verified the whole file."""
     attack("bit flip in a checkpoint between check and load", tries=1, outcome="CheckpointError")
     folder = shutil.copytree(two, tmp_path / "copy")
-    check = ZeroFolder.check_arrays
-
-    def check_and_flip(self: ZeroFolder, names: Any) -> Any:
-        found = check(self, names)
-        flip(file_of(folder, 1))
-        return found
-
-    monkeypatch.setattr(ZeroFolder, "check_arrays", check_and_flip)
-    trainer = quiet_trainer(tmp_path, precision="32-true", max_steps=4)
+    flip_after_check(ZeroFolder, file_of(folder, 1), monkeypatch)
     with pytest.raises(CheckpointError, match=r"rank_1_.*optim_states\.pt is damaged: the checksum of a block"):
-        trainer.fit(LitTiny(TINY), ckpt_path=folder)
+        quiet_trainer(tmp_path, precision="32-true", max_steps=4).fit(LitTiny(TINY), ckpt_path=folder)
 
 
 @pytest.mark.parametrize(
@@ -243,10 +217,7 @@ def test_a_value_that_is_read_wrongly_when_it_is_loaded(
 def test_a_checkpoint_that_does_not_fit_is_refused(name: str, two: Path, tmp_path: Path) -> None:
     """The error names the first difference."""
     changes, named = MISFITS[name]
-    named = "was saved without bf16" if "precision" in changes else named
-    with pytest.raises(CheckpointError, match=named) as caught:
-        train(Run(out=str(tmp_path), recipe=dataclasses.replace(TINY, max_steps=4, **changes), resume=str(two)))
-    assert caught.value.remedy
+    assert_misfit(two, tmp_path, changes, "was saved without bf16" if "precision" in changes else named)
 
 
 def test_every_rank_raises_what_one_has_found(two: Path, tmp_path: Path) -> None:
@@ -258,19 +229,3 @@ def test_every_rank_raises_what_one_has_found(two: Path, tmp_path: Path) -> None
     done = run_module("tests.training.worker", tmp_path / "runs.json", ranks=3)
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count("is wrong. It comes from rank") >= 3
-
-
-def test_parameters_on_storage(two: Path, tmp_path: Path) -> None:
-    """Masters, losses and step counts equal those of a run with its parameters in memory."""
-    recipe = dataclasses.replace(TINY, max_steps=4)
-    zero = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0, "sub_group_size": 3000}
-    outcomes = []
-    for options in ({}, {"zero": zero}):
-        out = tmp_path / str(len(outcomes))
-        module, trainer, recorder = train(Run(out=str(out), recipe=recipe, options=options, resume=str(two)))
-        outcomes.append((module.losses, recorder.extra["steps"], recorder.masters))
-        trainer.strategy.close()  # type: ignore[attr-defined]
-    (expected_losses, expected_steps, expected), (losses, steps, masters) = outcomes
-    assert losses == expected_losses and len(losses) == 2 and steps == expected_steps
-    for name, master in expected.items():
-        assert torch.equal(masters[name], master), name

@@ -6,13 +6,12 @@ import dataclasses
 import json
 import shlex
 import shutil
-from functools import partial
+from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -29,7 +28,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.resharding import as_of_another_number
-from tests.helpers.universal import convert_by_command
+from tests.helpers.universal import convert, convert_by_command
 from tests.stock.checkpoint_worker import KINDS, NUM_STEPS, SAVE_AT
 from tests.training.test_parity import LOSS_TOLERANCE
 
@@ -58,70 +57,96 @@ def saved_arrays(state: dict[str, Any]) -> list[torch.Tensor]:
     return [torch.cat(tensors) for tensors in (state["fp32_flat_groups"], *arrays)]
 
 
-def copy_window(arrays: list[Any], window: Any) -> None:
-    """Copy a window of a scan into whole arrays."""
-    for array, values in zip(arrays, window.arrays, strict=True):
-        array[window.begin : window.end] = values
-
-
 class Look(pl.Callback):
     """A callback that keeps the loaded state before the first step."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         optimizer: Any = trainer.strategy.optimizers[0]
-        self.arrays = [np.empty(optimizer.partition.layout.numel, np.float32) for _ in optimizer.rule.arrays]
-        optimizer.update.drained_handler().state.scan(partial(copy_window, self.arrays))
+        self.arrays, self.steps = arrays_and_steps(optimizer)
         self.partition = torch.cat(optimizer.fp16_partitioned_groups_flat).clone()
         self.parameters = optimizer.partition.layout.parameters
-        self.steps = optimizer.update.drained_handler().steps.tolist()
         self.loss_scale = float(optimizer.loss_scale)
         self.lr = [group["lr"] for group in optimizer.param_groups]
 
 
-def resume(root: Path, recipe: Recipe, checkpoint: Path, *callbacks: pl.Callback) -> LitTiny:
+def arrays_and_steps(optimizer: Any) -> tuple[list[torch.Tensor], set[int]]:
+    """Return the flat arrays of an optimizer's state, and the numbers of its updates."""
+    arrays = [torch.empty(optimizer.partition.layout.numel) for _ in optimizer.rule.arrays]
+    handler = optimizer.update.drained_handler()
+
+    def copy(window: Any) -> None:
+        for array, values in zip(arrays, window.arrays, strict=True):
+            array[window.begin : window.end] = torch.from_numpy(values)
+
+    handler.state.scan(copy)
+    return arrays, set(handler.steps.tolist())
+
+
+def resume(
+    root: Path, recipe: Recipe, checkpoint: Path, *callbacks: pl.Callback, weights_only: bool | None = False
+) -> LitTiny:
     module = LitTiny(recipe)
     trainer = trainers.quiet_trainer(
         root, precision=recipe.precision, max_steps=NUM_STEPS, callbacks=list(callbacks), transfer={"num_buffers": 2}
     )
-    trainer.fit(module, ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(module, ckpt_path=checkpoint, weights_only=weights_only)
     return module
 
 
-THROUGH_UNIVERSAL = ["fp32", "adagrad", "sgd", "sgd without momentum"]
-RESHARDED = ["adagrad", "sgd without momentum", "fp16"]
+def with_own_tag(checkpoint: Path, copy: Path) -> Path:
+    """Copy a checkpoint as DeepSpeed names it without Lightning: the inner folder after the step."""
+    shutil.copytree(checkpoint, copy)
+    (copy / "checkpoint").rename(copy / f"global_step{SAVE_AT}")
+    (copy / "latest").write_text(f"global_step{SAVE_AT}")
+    return copy
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    long_but(
-        [("fp32", "as it is"), ("adagrad", "as it is"), ("sgd", "universal"), ("fp16", "resharded")],
-        [
-            *((kind, "as it is") for kind in KINDS),
-            *((kind, "universal") for kind in THROUGH_UNIVERSAL),
-            *((kind, "resharded") for kind in RESHARDED),
-        ],
-    ),
-)
+WAYS: dict[str, Callable[[Path, Path], Path]] = {
+    "as it is": lambda checkpoint, new: checkpoint,
+    "resharded": lambda checkpoint, new: checkpoint,
+    "universal": lambda checkpoint, new: convert_by_command(checkpoint, new, "--no-weights-only"),
+    "universal, by DeepSpeed": lambda checkpoint, new: convert(shutil.copytree(checkpoint, new)),
+    "own tag": with_own_tag,
+}
+CASES = [
+    *((kind, "as it is") for kind in KINDS),
+    *((kind, "universal") for kind in ("fp32", "fp16", "adagrad", "sgd", "sgd without momentum")),
+    *((kind, "resharded") for kind in ("adagrad", "sgd without momentum", "fp16")),
+    ("bf16-offload", "universal, by DeepSpeed"),
+    ("fp32", "own tag"),
+]
+USUAL = [
+    ("adagrad", "as it is"),
+    ("fp16", "universal"),
+    ("sgd", "universal"),
+    ("fp16", "resharded"),
+    ("bf16-offload", "universal, by DeepSpeed"),
+    ("fp32", "own tag"),
+]
+
+
+@pytest.mark.parametrize(("kind", "way"), long_but(USUAL, CASES))
 def test_a_stock_checkpoint_is_resumed(
     kind: str, way: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arrays, steps, loss scale and learning rates equal stock's bit for bit, and training then gives its losses.
 
     torch's SGD keeps no number of updates. The count becomes one if it has a momentum buffer, and zero if it has none.
+    What our command has converted holds no objects of DeepSpeed's, and needs no consent.
     """
-    recipe, look, checkpoint = KINDS[kind][0], Look(), saved / f"{kind}.ckpt"
+    recipe, look, checkpoint = KINDS[kind][0], Look(), WAYS[way](saved / f"{kind}.ckpt", tmp_path / "new")
     if way == "resharded":
         as_of_another_number(monkeypatch)
     if way == "universal":
-        checkpoint = convert_by_command(checkpoint, tmp_path / "universal", "--no-weights-only")
-    module = resume(tmp_path, recipe, checkpoint, look)
+        assert_plain(files_in(checkpoint), 10)
+    module = resume(tmp_path, recipe, checkpoint, look, weights_only=None if way == "universal" else False)
     state = optimizer_state(saved / f"{kind}.ckpt")
     groups = state["optimizer_state_dict"]
     expected = saved_arrays(state)
     for array, values in zip_longest(look.arrays, expected, fillvalue=torch.zeros(len(look.partition))):
-        assert torch.equal(torch.from_numpy(array), values)
+        assert torch.equal(array, values)
     assert torch.equal(look.partition, expected[0].to(look.partition.dtype))
-    assert set(look.steps) == {int(groups["state"][0].get("step", 1)) if groups["state"] else 0}
+    assert look.steps == {int(groups["state"][0].get("step", 1)) if groups["state"] else 0}
     assert look.loss_scale == state["loss_scaler"].cur_scale
     assert look.lr == [group["lr"] for group in groups["param_groups"]]
     losses = json.loads((saved / f"{kind}.json").read_text())
@@ -129,27 +154,20 @@ def test_a_stock_checkpoint_is_resumed(
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(losses[SAVE_AT:]), atol=tolerance, rtol=0)
 
 
-def test_a_converted_stock_checkpoint_needs_no_consent(saved: Path, tmp_path: Path) -> None:
-    """DeepSpeed's objects become numbers: torch loads every file, and a training resumes by default."""
-    folder = convert_by_command(saved / "fp16.ckpt", tmp_path / "universal", "--no-weights-only")
-    assert_plain(files_in(folder), 10)
-    state = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)
-    assert state["zero_stage"] == 3 and state["loss_scaler"]["cur_scale"] == 2.0**18
-    recipe, look = KINDS["fp16"][0], Look()
-    trainer = trainers.quiet_trainer(tmp_path, precision=recipe.precision, max_steps=NUM_STEPS, callbacks=[look])
-    trainer.fit(LitTiny(recipe), ckpt_path=folder)
-    assert look.loss_scale == 2.0**18
-
-
-@pytest.mark.parametrize("kind", ["fp32", "bf16-offload", "fp16"])
-def test_a_stock_checkpoint_is_evaluated(kind: str, saved: Path, tmp_path: Path) -> None:
-    """Every parameter equals the output of DeepSpeed's converter."""
+# What DeepSpeed's engine saved without Lightning is fp32.engine/latest and fp32.engine/global_step3/.
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("fp32", "fp32.engine"), ("bf16-offload", "bf16-offload.ckpt"), ("fp16", "fp16.ckpt")],
+    ids=lambda value: value.replace(".", " "),
+)
+def test_a_stock_checkpoint_is_evaluated(kind: str, name: str, saved: Path, tmp_path: Path) -> None:
+    """Every parameter equals the output of DeepSpeed's converter, also if no Trainer wrote the checkpoint."""
     module = LitTiny(dataclasses.replace(KINDS[kind][0], validate=True))
     trainer = trainers.quiet_trainer(tmp_path, precision=module.recipe.precision)
-    trainer.validate(module, ckpt_path=saved / f"{kind}.ckpt", verbose=False, weights_only=False)
+    trainer.validate(module, ckpt_path=saved / name, verbose=False, weights_only=False)
     expected = get_fp32_state_dict_from_zero_checkpoint(str(saved / f"{kind}.ckpt"))
-    for name, param in module.named_parameters(remove_duplicate=False):
-        assert torch.equal(param.ds_tensor, expected[name].flatten().to(param.dtype)), name
+    for key, param in module.named_parameters(remove_duplicate=False):
+        assert torch.equal(param.ds_tensor, expected[key].flatten().to(param.dtype)), key
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,31 +184,6 @@ def test_a_stock_checkpoint_is_exported(kind: str, saved: Path, tmp_path: Path) 
         assert {found[key].dtype for key, _ in LitTiny(KINDS[kind][0]).named_parameters()} == {dtype}
 
 
-def test_a_stock_checkpoint_with_deepspeeds_own_tag_is_resumed(saved: Path, tmp_path: Path) -> None:
-    """Without Lightning's fixed tag DeepSpeed names the inner folder after the step, and ``latest`` holds that name."""
-    checkpoint = shutil.copytree(saved / "fp32.ckpt", tmp_path / "tagged.ckpt")
-    (checkpoint / "checkpoint").rename(checkpoint / f"global_step{SAVE_AT}")
-    (checkpoint / "latest").write_text(f"global_step{SAVE_AT}")
-    module = resume(tmp_path, KINDS["fp32"][0], checkpoint)
-    losses = json.loads((saved / "fp32.json").read_text())
-    torch.testing.assert_close(
-        torch.tensor(module.losses), torch.tensor(losses[SAVE_AT:]), atol=LOSS_TOLERANCE["32"], rtol=0
-    )
-
-
-# ---- checkpoints that DeepSpeed's engine saved without Lightning: fp32.engine/latest, fp32.engine/global_step3/
-
-
-def test_what_an_engine_saved_is_evaluated(saved: Path, tmp_path: Path) -> None:
-    """A Trainer evaluates the checkpoint although no Trainer wrote it."""
-    module = LitTiny(dataclasses.replace(KINDS["fp32"][0], validate=True))
-    trainer = trainers.quiet_trainer(tmp_path, precision="32-true")
-    trainer.validate(module, ckpt_path=saved / "fp32.engine", verbose=False, weights_only=False)
-    expected = get_fp32_state_dict_from_zero_checkpoint(str(saved / "fp32.ckpt"))
-    for name, param in module.named_parameters(remove_duplicate=False):
-        assert torch.equal(param.ds_tensor, expected[name].flatten()), name
-
-
 @pytest.mark.parametrize("inside", ["", f"global_step{SAVE_AT}"])
 def test_fabric_goes_on_from_what_an_engine_saved(inside: str, saved: Path, tmp_path: Path) -> None:
     """Masters, moments and step counts equal stock's bit for bit. A tag's folder can also be named."""
@@ -200,11 +193,10 @@ def test_fabric_goes_on_from_what_an_engine_saved(inside: str, saved: Path, tmp_
     path, into = saved / "fp32.engine" / inside, {"model": model, "optimizer": optimizer}
     assert fabric.load(path, into, weights_only=False) == {}
     inner, state = optimizer.engine.optimizer, optimizer_state(saved / "fp32.engine")
-    arrays = [np.empty(inner.partition.layout.numel, np.float32) for _ in range(3)]
-    inner.update.drained_handler().state.scan(partial(copy_window, arrays))
+    arrays, steps = arrays_and_steps(inner)
     for array, values in zip(arrays, saved_arrays(state), strict=True):
-        assert torch.equal(torch.from_numpy(array), values)
-    assert set(inner.update.drained_handler().steps.tolist()) == {SAVE_AT}
+        assert torch.equal(array, values)
+    assert steps == {SAVE_AT}
     fabric.strategy.close()
 
 
@@ -299,8 +291,8 @@ def test_a_stock_checkpoint_from_before_the_first_update_is_loaded(
     look = Look()
     checkpoint = tampered(saved, tmp_path, lambda state: state["optimizer_state_dict"].update(state={}), kind=kind)
     resume(tmp_path, KINDS[kind][0], checkpoint, look)
-    assert torch.equal(torch.from_numpy(look.arrays[0]), torch.cat(optimizer_state(checkpoint)["fp32_flat_groups"]))
+    assert torch.equal(look.arrays[0], torch.cat(optimizer_state(checkpoint)["fp32_flat_groups"]))
     real = torch.cat([torch.arange(p.offset, p.offset + p.real_numel) for p in look.parameters])
     for array in look.arrays[1:]:
-        assert (torch.from_numpy(array)[real] == torch.tensor(first)).all()
-    assert set(look.steps) == {0}
+        assert (array[real] == torch.tensor(first)).all()
+    assert look.steps == {0}
