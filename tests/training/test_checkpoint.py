@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +34,6 @@ def test_zero_to_fp32_reads_our_checkpoints(devices: int, tmp_path: Path) -> Non
     assert converted["model.positions.weight"].shape == (16, 32)
 
 
-def test_saving_leaves_training_undisturbed(tmp_path: Path) -> None:
-    """A run that saves at every step equals one that never saves."""
-    recipe = Recipe(precision="bf16-mixed", max_steps=4)
-    saving, _, first = train(Run(out=str(tmp_path / "a"), recipe=recipe, save_at=(1, 2, 3)))
-    quiet, _, second = train(Run(out=str(tmp_path / "b"), recipe=recipe))
-    assert saving.losses == quiet.losses
-    assert all(torch.equal(first.masters[name], second.masters[name]) for name in second.masters)
-
-
-def test_resume_survives_another_sub_group_size(tmp_path: Path) -> None:
-    """A checkpoint loads with another size of DeepSpeed's sub-groups and buckets."""
-    recipe = Recipe(max_steps=4, groups=True)
-    straight, _, a = train(Run(out=str(tmp_path / "a"), recipe=recipe, save_at=(2,)))
-    again = Run(
-        out=str(tmp_path / "b"),
-        recipe=recipe,
-        resume=str(tmp_path / "a" / "step-2.ckpt"),
-        options={"zero": {"sub_group_size": 3000, "reduce_bucket_size": 2000}},
-    )
-    resumed, _, b = train(again)
-    assert resumed.losses == straight.losses[2:]
-    assert all(torch.equal(a.masters[name], b.masters[name]) for name in a.masters)
-
-
 TWO_STEPS = Recipe(max_steps=2)
 
 
@@ -71,6 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "another optimizer": ({"optimizer": "Adam"}, "Adam"),
     "other parameter groups": ({"groups": True}, "parameter"),
+    "another precision": ({"precision": "bf16-mixed"}, "bf16"),
 }
 
 
@@ -78,21 +56,56 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 def test_checkpoints_that_do_not_fit_are_refused(name: str, saved: Path, tmp_path: Path) -> None:
     """The error names the first difference."""
     changes, named = MISFITS[name]
-    other = dataclasses.replace(TWO_STEPS, max_steps=4, **changes)
+    refused(saved, tmp_path, named, dataclasses.replace(TWO_STEPS, max_steps=4, **changes))
+
+
+def refused(checkpoint: Path, root: Path, named: str, recipe: Recipe = TWO_STEPS) -> None:
     with pytest.raises(CheckpointError, match=named) as caught:
-        train(Run(out=str(tmp_path), recipe=other, resume=str(saved)))
-    assert caught.value.remedy
+        train(Run(out=str(root / "refused"), recipe=recipe, resume=str(checkpoint)))
+    assert caught.value.remedy.endswith(".")
+
+
+def changing(change: Callable[[bytes], bytes], name: str = "optim_states") -> Callable[[Path], None]:
+    """Return what changes the bytes of a file of a checkpoint."""
+
+    def damage(checkpoint: Path) -> None:
+        (file,) = checkpoint.rglob(f"*{name}.pt")
+        file.write_bytes(change(file.read_bytes()))
+
+    return damage
+
+
+def flip(content: bytes) -> bytes:
+    """Flip one bit in the middle."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
 
 
 @pytest.mark.parametrize("name", ["optim_states", "model_states"])
 def test_a_flipped_bit_in_a_checkpoint_is_reported(name: str, saved: Path, tmp_path: Path, attack: Attack) -> None:
     """A single flipped bit in the middle of a file raises an error that names the file."""
     attack("bit flip in a file of a checkpoint", tries=1, outcome="CheckpointError with the file's name")
-    path = shutil.copytree(saved, tmp_path / "a.ckpt")
-    (file,) = path.rglob(f"*{name}.pt")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 16
-    file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=file.name) as caught:
-        train(Run(out=str(tmp_path / "b"), recipe=TWO_STEPS, resume=str(path)))
-    assert caught.value.remedy
+    changing(flip, name)(shutil.copytree(saved, tmp_path / "a.ckpt"))
+    refused(tmp_path / "a.ckpt", tmp_path, rf"{name}\.pt")
+
+
+def lose_file(checkpoint: Path) -> None:
+    (file,) = checkpoint.rglob("*optim_states.pt")
+    file.unlink()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": changing(lambda content: content[: len(content) // 2]),
+    "overwritten": changing(lambda content: content[:64] + bytes(448) + content[512:]),
+    "a file is missing": lose_file,
+    "no tag": lambda checkpoint: (checkpoint / "latest").unlink(),
+    "not there": shutil.rmtree,
+    "a plain file": lambda checkpoint: (shutil.rmtree(checkpoint), checkpoint.write_bytes(b"not a folder")),
+}
+
+
+@pytest.mark.parametrize("name", long_but(["overwritten", "a file is missing", "not there", "a plain file"], DAMAGES))
+def test_damaged_checkpoints_are_refused(name: str, saved: Path, tmp_path: Path) -> None:
+    """What is not whole, or not a checkpoint, raises an error with its name and a remedy."""
+    DAMAGES[name](shutil.copytree(saved, tmp_path / "a.ckpt"))
+    refused(tmp_path / "a.ckpt", tmp_path, r"a\.ckpt")

@@ -39,7 +39,8 @@ def parts(value: Any) -> Any:
         return [name, struct.pack("<dd", value.real, value.imag)]
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return [name, value.dtype, value.shape, plain.reshape(-1).view(torch.uint8).tolist()]
+        needs_gradient = kind is torch.nn.Parameter and value.requires_grad  # nothing else keeps it
+        return [name, value.dtype, value.shape, needs_gradient, plain.reshape(-1).view(torch.uint8).tolist()]
     if isinstance(value, np.ndarray | np.generic):
         return [name, value.dtype.str, value.dtype.char, value.shape, value.tobytes()]
     if isinstance(value, argparse.Namespace):
@@ -162,6 +163,7 @@ ARRAYS: list[Any] = [
         torch.eye(3)[1].expand(4, 3),
     ),
     *(torch.tensor([1j, 2j]).conj().imag, torch.get_rng_state()),
+    *(torch.nn.Parameter(torch.arange(3.0), requires_grad=requires_grad) for requires_grad in (True, False)),
 ]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 DTYPES = [
@@ -184,26 +186,6 @@ def test_a_value_comes_back(value: Any) -> None:
     assert parts(again({"a": [value]})) == parts({"a": [value]})
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 0), (3, 4)], ids=str)
-def test_a_tensor_of_every_dtype_comes_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """A tensor has its dtype, shape and bits, lies contiguous on the CPU and needs no gradient."""
-    value = (torch.rand(shape) * 100).to(dtype)
-    found = again(value)
-    assert parts(found) == parts(value)
-    assert found.is_contiguous()
-    assert not found.requires_grad
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_parameter_comes_back_as_one(requires_grad: bool) -> None:
-    """The type and requires_grad are kept."""
-    found = again(torch.nn.Parameter(torch.arange(3.0), requires_grad=requires_grad))
-    assert type(found) is torch.nn.Parameter
-    assert found.requires_grad == requires_grad
-    assert torch.equal(found.data, torch.arange(3.0))
-
-
 def test_a_namespace_may_have_any_attribute() -> None:
     """An attribute called ``self`` comes back, too, although no argument of the class can have that name."""
     value = argparse.Namespace()
@@ -217,17 +199,6 @@ def test_arrays_are_writable_and_own_their_memory() -> None:
     for array in decode(content):
         array[0] = 1
     assert all(not array.any() for array in decode(content))
-
-
-def test_arrays_are_aligned() -> None:
-    """The bytes of an array begin at a multiple of 64."""
-    content = encode({"a": b"first" * 20, "b": b"second" * 20, "long name": b"third" * 20})
-    assert [content.index(word) % 64 for word in (b"firstfirst", b"secondsecond", b"thirdthird")] == [0, 0, 0]
-
-
-def test_random_states_are_arrays() -> None:
-    """The 625 integers of Python's state are eight bytes each, and not text."""
-    assert len(encode(random.getstate())) < 625 * 8 + 300
 
 
 KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
@@ -269,12 +240,16 @@ def test_any_value_comes_back(value: Any) -> None:
     assert parts(again(value)) == parts(value)
 
 
-@given(st.data(), arrays.arrays(np.uint8, st.integers(0, 40)), st.sampled_from(DTYPES))
-def test_any_bits_of_a_tensor_come_back(data: st.DataObject, raw: Any, dtype: torch.dtype) -> None:
+@given(arrays.arrays(np.uint8, st.integers(0, 40)), st.sampled_from(DTYPES))
+@settings(max_examples=300)
+def test_any_bits_of_a_tensor_come_back(raw: Any, dtype: torch.dtype) -> None:
     """The bits of NaNs and denormals survive, too."""
     raw = raw[: len(raw) // dtype.itemsize * dtype.itemsize]
-    bits = torch.tensor((raw % 2 if dtype is torch.bool else raw).tolist(), dtype=torch.uint8)
-    assert parts(again(bits.view(dtype))) == parts(bits.view(dtype))
+    bits = torch.tensor((raw % 2 if dtype is torch.bool else raw).tolist(), dtype=torch.uint8).view(dtype)
+    value = bits[0] if len(bits) == 1 else bits.reshape(-1, 1)
+    found = again(value)
+    assert parts(found) == parts(value)
+    assert found.is_contiguous() and not found.requires_grad
 
 
 class Color(enum.Enum):
