@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.native_testing import use_cuda_library
-from tests.native.fake_cuda import FakeCuda, build
+from tests.native.builds import built_once
+from tests.native.fake_cuda import FakeCuda
 
 __all__ = ["fake_cuda"]
 
 
 @pytest.fixture
-def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCuda]:
+def fake_cuda() -> Iterator[FakeCuda]:
     """The fake driver, which the core opens instead of libcuda."""
-    folder = tmp_path_factory.getbasetemp() / "fake-cuda"
-    if not folder.exists():
-        folder.mkdir()
-        build(folder)
-    library = folder / "libfakecuda.so"
+    library = built_once("libfakecuda.so", Path(__file__).with_name("fake_cuda.cpp"), options=("-O1",))
     use_cuda_library(str(library))
     fake = FakeCuda(library)
     fake.reset()

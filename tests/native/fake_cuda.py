@@ -8,21 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.native.builds import run
-
-__all__ = ["SYNCHRONOUS", "FakeCuda", "build"]
-
-SOURCE = Path(__file__).with_suffix(".cpp")
+__all__ = ["SYNCHRONOUS", "FakeCuda"]
 
 # Calls that make the host wait longer than necessary. The fake has only that of a stream.
 SYNCHRONOUS = ("cuCtxSynchronize", "cuStreamSynchronize", "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2", "cuMemcpy")
-
-
-def build(folder: Path) -> Path:
-    """Compile the library."""
-    library = folder / "libfakecuda.so"
-    run("g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", SOURCE, "-o", library)
-    return library
 
 
 class FakeCuda:

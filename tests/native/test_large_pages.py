@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.fresh_python import fresh_python
-from tests.native.builds import run
+from tests.native.builds import built_once
 
 # Both give memory back in whole pages: what is beside it stays, and what is alone in its pages takes up no memory.
 LEASES = """
@@ -61,16 +61,10 @@ assert not values.any(), "what is dropped takes up memory"
 """
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = tmp_path_factory.mktemp("pages") / "liblargepages.so"
-    run("g++", "-std=c++20", "-shared", "-fPIC", Path(__file__).with_name("large_pages.cpp"), "-o", built)
-    return built
-
-
 @pytest.mark.parametrize("page_bytes", [16 << 10, 64 << 10])
 @pytest.mark.parametrize("code", [LEASES, GRADIENTS], ids=["leases", "gradients"])
-def test_what_lies_in_the_same_page_stays(code: str, page_bytes: int, library: Path, tmp_path: Path) -> None:
+def test_what_lies_in_the_same_page_stays(code: str, page_bytes: int, tmp_path: Path) -> None:
     """Every lease and every block keeps its bytes while the memory beside it goes back to the system."""
+    library = built_once("liblargepages.so", Path(__file__).with_name("large_pages.cpp"))
     environment = {"LD_PRELOAD": str(library), "EMULATED_PAGE_BYTES": str(page_bytes)}
     fresh_python(f"PAGE = {page_bytes}\n{code}", cwd=tmp_path, autoload=False, **environment)

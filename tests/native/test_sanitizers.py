@@ -8,36 +8,37 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.waiting import BUILD_TEST_LIMIT
-from tests.native.builds import configure, run
+from tests.native.builds import ROOT, run
+from tests.xrt.builds import locked
 
-pytestmark = pytest.mark.timeout(BUILD_TEST_LIMIT)
+pytestmark = [pytest.mark.timeout(BUILD_TEST_LIMIT), pytest.mark.long]
 
-PROGRAMS = ("stress", "stress_gradients", "stress_queue", "stress_watch")
-ALL_PROGRAMS = (*PROGRAMS, "stress_card", "stress_formats")
+PROGRAMS = ("stress", "stress_card", "stress_formats", "stress_gradients", "stress_queue", "stress_watch")
+NUM_SEEDS = "200"
 
 
-@pytest.mark.parametrize(
-    ("sanitizers", "programs", "num_seeds"),
-    [
-        pytest.param("thread", PROGRAMS, 20, id="thread", marks=pytest.mark.long),
-        # There are no threads in stress_formats, but its scenarios take no time.
-        pytest.param("thread", ALL_PROGRAMS, 200, id="thread, all", marks=pytest.mark.long),
-        pytest.param("address,undefined", ALL_PROGRAMS, 200, id="address, all", marks=pytest.mark.long),
-    ],
-)
-def test_stress(tmp_path: Path, sanitizers: str, programs: tuple[str, ...], num_seeds: int) -> None:
-    """There is no bad access, leak, undefined behaviour or race, and every bit equals that of a plain loop."""
-    build = tmp_path / "build"
-    options = {"SMART_INFINITY_BUILD_STRESS": "ON", "SMART_INFINITY_SANITIZE": sanitizers}
+def built(sanitizers: str) -> Path:
+    """Return the folder of the programs, in which only what changed is compiled again."""
+    folder = ROOT / "build" / f"stress_{sanitizers.replace(',', '_')}"
     # A unity build is faster, since nearly all of the time goes into headers.
-    configure(build, CMAKE_BUILD_TYPE="Debug", CMAKE_UNITY_BUILD="ON", **options)
-    run("cmake", "--build", build, "--target", *programs, "--parallel", "4")
-    for program in programs:
+    options = ["CMAKE_BUILD_TYPE=Debug", "CMAKE_UNITY_BUILD=ON", f"SMART_INFINITY_SANITIZE={sanitizers}"]
+    switches = ["SMART_INFINITY_BUILD_STRESS=ON", "SMART_INFINITY_BUILD_MODULE=OFF"]
+    with locked(folder):
+        run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *(f"-D{option}" for option in options + switches))
+        run("cmake", "--build", folder, "--target", *PROGRAMS, "--parallel", "4")
+    return folder
+
+
+@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
+def test_stress(tmp_path: Path, sanitizers: str) -> None:
+    """There is no bad access, leak, undefined behaviour or race, and every bit equals that of a plain loop."""
+    build = built(sanitizers)
+    for program in PROGRAMS:
         folder = [] if program in ("stress_watch", "stress_formats") else [tmp_path]
         library = [build / "libfake_cuda.so"] if program == "stress" else []
-        completed = run_with_threads(build / program, *folder, "0", str(num_seeds), *library)
+        completed = run_with_threads(build / program, *folder, "0", NUM_SEEDS, *library)
         told = f"{program}\n{completed.stdout}\n{completed.stderr}"
-        assert (completed.returncode, completed.stdout) == (0, f"{num_seeds} scenarios\n"), told
+        assert (completed.returncode, completed.stdout) == (0, f"{NUM_SEEDS} scenarios\n"), told
 
 
 def run_with_threads(*command: str | Path) -> subprocess.CompletedProcess[str]:
