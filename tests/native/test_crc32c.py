@@ -14,8 +14,6 @@ from tests.helpers.native_testing import (
     crc32c_combine,
     crc32c_widths,
     leave_out_crc32c,
-    select_instruction_set,
-    supported_instruction_sets,
 )
 
 DATA = np.random.default_rng(3).integers(0, 256, 70_000, dtype=np.uint8)
@@ -42,36 +40,14 @@ def bitwise(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (b"", 0),
-        (b"123456789", 0xE3069283),
-        (bytes(32), 0x8A9136AA),
-        (b"\xff" * 32, 0x62A8AB43),
-        (bytes(range(32)), 0x46DD794E),
-        (bytes(reversed(range(32))), 0x113FDB5C),
-    ],
-    ids=["empty", "digits", "zeros", "ones", "ascending", "descending"],
-)
-def test_known_vectors(instruction_set: InstructionSet, data: bytes, expected: int) -> None:
-    """The algorithm's check value and the vectors of RFC 3720 are reproduced."""
-    assert checksum(data) == expected
-
-
 def test_against_the_definition(instruction_set: InstructionSet) -> None:
-    """Lengths and offsets around the sizes of the loops agree with the definition."""
+    """The check value, and lengths and offsets around the sizes of the loops, whole and in two pieces, are right."""
+    assert (checksum(b""), checksum(b"123456789")) == (0, 0xE3069283)
     data = np.random.default_rng(0).integers(0, 256, 20_000, dtype=np.uint8).tobytes()
     for offset in (0, 1, 3, 7):
         for numel in (1, 7, 8, 9, 255, 767, 768, 769, 3000, 12_287, 12_288, 12_289, 13_100):
-            assert checksum(data[offset : offset + numel]) == bitwise(data[offset : offset + numel])
-
-
-def test_continues(instruction_set: InstructionSet) -> None:
-    """A checksum can be continued over a second piece."""
-    data = np.random.default_rng(1).integers(0, 256, 30_000, dtype=np.uint8).tobytes()
-    for cut in (0, 1, 777, 12_288, 29_999, 30_000):
-        assert checksum(data[cut:], checksum(data[:cut])) == checksum(data)
+            piece, cut = data[offset : offset + numel], numel // 3
+            assert checksum(piece) == checksum(piece[cut:], checksum(piece[:cut])) == bitwise(piece)
 
 
 @pytest.mark.parametrize("width", WIDTHS[1:])
@@ -99,16 +75,6 @@ def test_widths() -> None:
     for width in (-1, 64, 1024):
         with pytest.raises(ValueError, match=f"width {width}"):
             part(0, 10, 0, width)
-
-
-def test_table_and_instruction_agree_on_large_data() -> None:
-    """Several megabytes have the same checksum on every instruction set."""
-    data = np.random.default_rng(2).integers(0, 256, (5 << 20) + 13, dtype=np.uint8).tobytes()
-    found = set()
-    for choice in supported_instruction_sets():
-        select_instruction_set(choice)
-        found.add(checksum(data))
-    assert len(found) == 1
 
 
 @given(sizes=st.lists(st.integers(0, 20_000), min_size=1, max_size=4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,66 +17,59 @@ from tests.native.test_deadlines import BLOCK, ENDLESS, file_of
 FIRST, LATER, LEAST, LASTS = 3.0, 1.0, 0.1, 10.0
 
 
-@pytest.fixture
-def clock() -> EndingClock:
-    """A clock that was asked at 100."""
-    made = EndingClock()
-    made.ask(100.0)
-    return made
-
-
-def test_nobody_asked() -> None:
-    """Waits have their own limits, and one that is given up shortens no other."""
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param(
+            [("abandon", 0.0, 60.0), (60.0, None), ("ask", 61.0), (61.0, (FIRST, 61.0))],
+            id="nobody asked: one that is given up shortens no other",
+        ),
+        pytest.param(
+            [("ask", 100.0), *((now, (FIRST, 100.0)) for now in (100.0, 104.0, 109.9))],
+            id="waits that are answered have three seconds each",
+        ),
+        pytest.param(
+            [
+                ("ask", 100.0),
+                *(("abandon", 99.0, 103.0), (103.0, (LATER, 103.0))),
+                *(("abandon", 103.5, 103.9), (104.0, (pytest.approx(0.6), 103.9))),
+                *(("abandon", 104.0, 105.0), (105.0, (LEAST, 105.0))),
+            ],
+            id="later ones share a second, and have a moment when it is spent",
+        ),
+        pytest.param(
+            [
+                ("ask", 100.0),
+                *(*5 * [("abandon", 100.0, 103.0)], (103.0, (LATER, 103.0))),
+                *(*5 * [("abandon", 103.0, 103.25)], (103.25, (0.75, 103.25))),
+            ],
+            id="waits at the same time count once",
+        ),
+        pytest.param(
+            [
+                *(("ask", 100.0), ("abandon", 100.0, 103.0), ("ask", 108.0)),
+                *((108.0 + LASTS - 0.1, (LATER, 103.0)), (108.0 + LASTS, None)),
+                *(("ask", 130.0), (130.0, (FIRST, 130.0))),
+            ],
+            id="asked again: limits last longer, and do not start anew",
+        ),
+        pytest.param(
+            [
+                *(("ask", 100.0), ("abandon", 100.0, 103.0), ("take_back",), (103.0, None)),
+                *(("ask", 104.0), (104.0, (FIRST, 104.0))),
+            ],
+            id="taken back",
+        ),
+    ],
+)
+def test_limits(events: list[tuple[Any, ...]]) -> None:
+    """After each event, or at each time, the limit of a wait and its begin are these."""
     clock = EndingClock()
-    clock.abandon(0.0, 60.0)
-    assert clock.limit(60.0) is None
-    clock.ask(61.0)
-    assert clock.limit(61.0) == (FIRST, 61.0)
-
-
-def test_waits_that_are_answered(clock: EndingClock) -> None:
-    """Each has its three seconds: a disk that is busy is not given up because the process ends."""
-    for now in (100.0, 104.0, 109.9):
-        assert clock.limit(now) == (FIRST, 100.0)
-
-
-def test_waits_after_the_first_that_is_given_up(clock: EndingClock) -> None:
-    """They share a second; when it is spent, each has a moment in which a disk that works may answer."""
-    clock.abandon(99.0, 103.0)
-    assert clock.limit(103.0) == (LATER, 103.0)
-    clock.abandon(103.5, 103.9)
-    assert clock.limit(104.0) == (pytest.approx(0.6), 103.9)
-    clock.abandon(104.0, 105.0)
-    assert clock.limit(105.0) == (LEAST, 105.0)
-
-
-def test_waits_at_the_same_time(clock: EndingClock) -> None:
-    """They count once, as they end together."""
-    for _ in range(5):
-        clock.abandon(100.0, 103.0)
-    assert clock.limit(103.0) == (LATER, 103.0)
-    for _ in range(5):
-        clock.abandon(103.0, 103.25)
-    assert clock.limit(103.25) == (0.75, 103.25)
-
-
-def test_asked_again(clock: EndingClock) -> None:
-    """The limits do not start anew, as Ctrl-C may be pressed any number of times, but last longer."""
-    clock.abandon(100.0, 103.0)
-    clock.ask(108.0)
-    assert clock.limit(108.0 + LASTS - 0.1) == (LATER, 103.0)
-    assert clock.limit(108.0 + LASTS) is None
-    clock.ask(130.0)
-    assert clock.limit(130.0) == (FIRST, 130.0)
-
-
-def test_taken_back(clock: EndingClock) -> None:
-    """A disk that has answered has its own limits again, and those of an end when it is asked anew."""
-    clock.abandon(100.0, 103.0)
-    clock.take_back()
-    assert clock.limit(103.0) is None
-    clock.ask(104.0)
-    assert clock.limit(104.0) == (FIRST, 104.0)
+    for first, *rest in events:
+        if isinstance(first, str):
+            getattr(clock, first)(*rest)
+        else:
+            assert [clock.limit(first)] == rest
 
 
 @given(
