@@ -1,15 +1,18 @@
-"""Builds native sources apart from the package, once per checkout and state of the sources."""
+"""Builds native sources apart from the package, and runs code in new processes."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
-from tests.helpers.waiting import BUILD_LIMIT
+from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.waiting import BUILD_LIMIT, PROCESS_LIMIT
 
-__all__ = ["ROOT", "built_once", "run"]
+__all__ = ["ROOT", "built_once", "run", "run_python"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +23,17 @@ def run(*command: str | Path, expect_success: bool = True) -> subprocess.Complet
     if expect_success:
         assert completed.returncode == 0, f"{command}\n{completed.stdout}\n{completed.stderr}"
     return completed
+
+
+def run_python(code: str, *arguments: str | Path) -> str:
+    """Run code in a new interpreter in the checkout and return what it prints. It must print no error."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    environment = fresh_environment()
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
 
 
 def built_once(library: str, *sources: Path, options: tuple[str, ...] = ()) -> Path:

@@ -57,16 +57,6 @@ def test_what_is_written_is_read(file: StateFile, faults: dict[str, int]) -> Non
     assert faults or (counters.read_bytes, counters.read_calls) == (NUM_BYTES, 4)
 
 
-def test_many_requests_at_once(file: StateFile) -> None:
-    """Requests complete in any order, and each ticket belongs to its own request."""
-    queue = FileQueue()
-    inject(queue, max_delay_us=200, seed=3)
-    source, written = buffer(64 * BLOCK, seed=2)
-    tickets = [queue.write(file, offset=i * BLOCK, address=source.address + i * BLOCK, nbytes=BLOCK) for i in range(64)]
-    assert [queue.wait(ticket) for ticket in reversed(tickets)] == [None] * 64
-    assert Path(file.path).read_bytes()[: 64 * BLOCK] == written.tobytes()
-
-
 @pytest.mark.parametrize(
     ("start", "faults", "number"),
     [
