@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
-import pytest
 
 from lightning_smartinfinity.native import TensorExtent
 from tests.helpers.native_testing import Hold
 from tests.helpers.waiting import await_that, join
-from tests.native.test_tensor_store import BLOCK, STEP, Setup
+from tests.native.test_tensor_store import BLOCK, STEP, Setup, setup
 
-
-@pytest.fixture
-def setup(tmp_path: Path) -> Iterator[Setup]:
-    setup = Setup(tmp_path)
-    yield setup
-    setup.store.close()
+__all__ = ["setup"]
 
 
 def started(call: Callable[[], object]) -> threading.Thread:
@@ -92,16 +83,3 @@ def test_a_store_is_closed_while_a_file_grows(setup: Setup) -> None:
     hold.release()
     join(*growing)
     assert len(errors) == 4 and all("closed" in str(error) for error in errors)
-
-
-def test_a_forked_child_frees_nothing_of_the_parent(setup: Setup) -> None:
-    """Files keep their length and content when a forked child drops its extents."""
-    extents = [setup.written(8 * STEP, seed=seed) for seed in range(2)]
-    before, child = lengths(setup), os.fork()
-    if child == 0:
-        extents.clear()
-        gc.collect()
-        os._exit(0 if lengths(setup) == before else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    for extent, values in extents:
-        np.testing.assert_array_equal(setup.found(extent), values)

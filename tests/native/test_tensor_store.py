@@ -95,17 +95,19 @@ def setup(tmp_path: Path) -> Iterator[Setup]:
     setup.store.close()
 
 
-@pytest.mark.parametrize("faults", [{}, {"max_delay_us": 300, "short_transfer_every": 2, "seed": 5}])
-def test_what_is_written_is_read(setup: Setup, faults: dict[str, int]) -> None:
+@pytest.mark.parametrize("in_flight_bytes", [64 << 20, BLOCK], ids=["usual", "less than the tensor"])
+@pytest.mark.parametrize("faults", [{}, {"max_delay_us": 300, "short_transfer_every": 2, "seed": 5}], ids=["", "short"])
+def test_what_is_written_is_read(tmp_path: Path, faults: dict[str, int], in_flight_bytes: int) -> None:
     """A tensor of several parts comes back whole, and parts of it by their offset."""
+    setup = Setup(tmp_path, in_flight_bytes=in_flight_bytes)
     inject(setup.store, **faults)
     extent, values = setup.written(2 * PART + 3 * BLOCK, seed=1)
-    found = setup.found(extent)
-    np.testing.assert_array_equal(found, values)
+    np.testing.assert_array_equal(setup.found(extent), values)
     memory, part = setup.content(2 * BLOCK)
     assert setup.wait_for(setup.read(extent, memory, offset=PART - BLOCK)) is None
     np.testing.assert_array_equal(part, values[PART - BLOCK : PART + BLOCK])
     assert extent.generation == 1
+    setup.store.close()
 
 
 def test_what_was_never_written_is_zero(setup: Setup) -> None:
@@ -117,42 +119,36 @@ def test_what_was_never_written_is_zero(setup: Setup) -> None:
     np.testing.assert_array_equal(setup.found(extent), np.zeros(3 * BLOCK, np.uint8))
 
 
+@pytest.mark.parametrize("damage", ["a flipped bit", "the content of another block", "its old content"])
 @pytest.mark.parametrize("block", [0, 1, PART // BLOCK])
-def test_a_flipped_bit_is_found(setup: Setup, block: int) -> None:
+def test_a_block_that_changed(setup: Setup, block: int, damage: str) -> None:
     """A read of a block that changed on storage fails with its path and offset; other blocks are still read."""
-    extent, values = setup.written(PART + BLOCK, seed=1)
-    offset = block * BLOCK + 5
-    setup.change(extent, offset, bytes([values[offset] ^ 4]))
+    extent, old = setup.written(PART + BLOCK, seed=1)
+    memory, values = setup.content(PART + BLOCK, seed=2)
+    assert setup.wait_for(setup.write(extent, memory)) is None
+    at, other = block * BLOCK, (block + 1) % (PART // BLOCK) * BLOCK
+    content = {
+        "a flipped bit": bytes([values[at] ^ 4]),
+        "the content of another block": values[other : other + BLOCK].tobytes(),
+        "its old content": old[at : at + BLOCK].tobytes(),
+    }
+    setup.change(extent, at, content[damage])
     failure = setup.found(extent)
     assert isinstance(failure, Failure)
-    assert (failure.kind, failure.path, failure.offset) == ("checksum", extent.path, extent.offset + block * BLOCK)
-    assert "generation 1" in failure.message and f"offset {failure.offset} of {extent.path}" in failure.message
-    memory, part = setup.content(BLOCK)
-    other = (block + 1) % (PART // BLOCK) * BLOCK
-    assert setup.wait_for(setup.read(extent, memory, offset=other)) is None
+    assert (failure.kind, failure.path, failure.offset) == ("checksum", extent.path, extent.offset + at)
+    assert "generation 2" in failure.message and f"offset {failure.offset} of {extent.path}" in failure.message
+    part_memory, part = setup.content(BLOCK)
+    assert setup.wait_for(setup.read(extent, part_memory, offset=other)) is None
     np.testing.assert_array_equal(part, values[other : other + BLOCK])
 
 
-def test_a_block_of_another_place_is_found(setup: Setup) -> None:
-    """Intact blocks in the wrong place are refused."""
-    extent, values = setup.written(4 * BLOCK, seed=1)
-    setup.change(extent, BLOCK, values[:BLOCK].tobytes())
-    failure = setup.found(extent)
-    assert isinstance(failure, Failure) and failure.offset == extent.offset + BLOCK
+@pytest.mark.parametrize("verifies", [True, False])
+def test_blocks_of_a_write_that_failed_are_not_read(tmp_path: Path, verifies: bool) -> None:
+    """After a failed write its blocks cannot be read until they are written again.
 
-
-def test_a_lost_write_is_found(setup: Setup) -> None:
-    """The old content of a block is refused, though it was once right."""
-    extent, old = setup.written(2 * BLOCK, seed=1)
-    memory, _ = setup.content(2 * BLOCK, seed=2)
-    assert setup.wait_for(setup.write(extent, memory)) is None
-    setup.change(extent, 0, old.tobytes())
-    failure = setup.found(extent)
-    assert isinstance(failure, Failure) and failure.kind == "checksum" and "generation 2" in failure.message
-
-
-def test_blocks_of_a_write_that_failed_are_not_read(setup: Setup) -> None:
-    """After a failed write its blocks cannot be read until they are written again."""
+    Without checksums, what storage changed is handed out.
+    """
+    setup = Setup(tmp_path, verifies=verifies)
     extent, _ = setup.written(2 * BLOCK, seed=1)
     memory, values = setup.content(2 * BLOCK, seed=2)
     inject(setup.store, fail_write_at=0, errno=errno.ENOSPC)
@@ -161,7 +157,11 @@ def test_blocks_of_a_write_that_failed_are_not_read(setup: Setup) -> None:
     later = setup.found(extent)
     assert isinstance(later, Failure) and later.kind == "generation"
     assert setup.wait_for(setup.write(extent, memory)) is None
+    if not verifies:
+        values[5] ^= 1
+        setup.change(extent, 5, bytes([values[5]]))
     np.testing.assert_array_equal(setup.found(extent), values)
+    setup.store.close()
 
 
 def test_requests_on_the_same_blocks_keep_their_order(setup: Setup) -> None:
@@ -279,14 +279,6 @@ def test_a_request_that_is_waited_for_becomes_urgent(tmp_path: Path) -> None:
     assert ("awaited", "write_behind") not in waits
 
 
-def test_a_large_request_runs_alone(tmp_path: Path) -> None:
-    """A request larger than what may be in flight is transferred, too."""
-    setup = Setup(tmp_path, in_flight_bytes=BLOCK)
-    extent, values = setup.written(PART + 3 * BLOCK, seed=1)
-    np.testing.assert_array_equal(setup.found(extent), values)
-    setup.store.close()
-
-
 def test_places_are_one_again_when_they_are_free(setup: Setup) -> None:
     """Extents of random lengths never overlap, and the files do not grow without end."""
     choose, taken, largest = random.Random(1), [], 0
@@ -314,29 +306,6 @@ def test_a_place_that_is_free_already(setup: Setup) -> None:
     assert setup.store.allocate_free(STEP) is None and len(extents) == 2
     with pytest.raises(ValueError, match="no bytes"):
         setup.store.allocate_free(0)
-
-
-def test_reads_that_are_not_verified(tmp_path: Path) -> None:
-    """Without checksums, what storage changed is handed out, but nothing of a write that failed."""
-    setup = Setup(tmp_path, verifies=False)
-    extent, values = setup.written(2 * BLOCK, seed=1)
-    setup.change(extent, 5, bytes([values[5] ^ 1]))
-    values[5] ^= 1
-    np.testing.assert_array_equal(setup.found(extent), values)
-    inject(setup.store, fail_write_at=0)
-    assert setup.wait_for(setup.write(extent, setup.content(2 * BLOCK)[0])) is not None
-    failure = setup.found(extent)
-    assert isinstance(failure, Failure) and failure.kind == "generation"
-    setup.store.close()
-
-
-def test_files_shrink(setup: Setup) -> None:
-    """What is free at the end of a file goes back to the file system."""
-    extents = [setup.store.allocate(8 << 20) for _ in range(4)]
-    assert setup.store.file_bytes >= 32 << 20
-    del extents[1:]
-    await_that(lambda: setup.store.file_bytes <= (8 << 20) + 4 * STEP)
-    assert all(path.stat().st_blocks * 512 >= path.stat().st_size for path in setup.paths)
 
 
 def test_files_keep_the_length_that_is_asked_for(setup: Setup) -> None:
@@ -384,17 +353,17 @@ def test_what_cannot_be_transferred_is_refused(setup: Setup) -> None:
 
 def test_a_forked_child_leaves_it_alone(setup: Setup) -> None:
     """A forked child can use neither store nor memory, and frees nothing of the parent's."""
-    extent, values = setup.written(BLOCK, seed=1)
-    memory = setup.pool.take(BLOCK)
-    child = os.fork()
+    (extent, values), dropped = setup.written(8 * STEP, seed=1), [setup.store.allocate(8 * STEP)]
+    memory, length, child = setup.pool.take(BLOCK), setup.store.file_bytes, os.fork()
     if child == 0:
         try:
             setup.pool.take(BLOCK)
         except RuntimeError:
+            dropped.clear()
             del memory
             setup.store.close()
-            os._exit(0)
-        os._exit(1)
+            os._exit(sum(path.stat().st_size for path in setup.paths) != length)
+        os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     np.testing.assert_array_equal(setup.found(extent), values)
 
