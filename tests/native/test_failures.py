@@ -120,6 +120,12 @@ def identified(identity: Identity) -> Callable[[StoredState], None]:
     [
         pytest.param(identified(Identity(job=bytes(16), rank=3, state_format=0)), "foreign", "", id="another job"),
         pytest.param(identified(Identity(job=JOB, rank=4, state_format=0)), "foreign", "", id="another rank"),
+        pytest.param(
+            identified(Identity(job=JOB, rank=3, state_format=1)),
+            "format",
+            "state format is 0, expected 1",
+            id="another format of equal length",
+        ),
         pytest.param(exchanged, "foreign", "tasklet is 3, expected 4", id="another tasklet"),
         pytest.param(lambda state: setattr(state, "generation", 2), "generation", "", id="another generation"),
         pytest.param(lambda state: setattr(state, "numel", NUMEL - 1), "format", "", id="another length"),
