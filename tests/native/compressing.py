@@ -15,7 +15,7 @@ from tests.helpers.golden import Bits, decode
 from tests.helpers.native_testing import decode_gradient, encode_gradient
 from tests.helpers.update_rules import Floats
 
-__all__ = ["Compressing", "Parts", "decoded", "mask_of"]
+__all__ = ["Array", "Compressing", "Parts", "decoded", "mask_of"]
 
 Array = npt.NDArray[Any]
 Parts = Sequence[tuple[int, int, int]]

@@ -27,6 +27,7 @@ from tests.native.stored import JOB, Array, Run, StoredState
 NUMEL = 40_000
 TASKLET = 66 * 256
 PARTS: Parts = [(10, 16_000, 0), (16_000, 25_000, -1), (25_001, 39_000, 1), (39_000, NUMEL, 0)]
+MEMORY = np.zeros(NUMEL, np.float32)
 PADDING = [(500, 100), (TASKLET, 5), (38_000, 200)]
 
 
@@ -163,6 +164,11 @@ def test_any_number_of_threads_in_any_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"operation": Operation.READ, "runs": [Run(0, NUMEL)]}, "gradients are compressed for UPDATE only"),
+        (
+            {"runs": [Run(0, 100, 0, MEMORY), Run(100, 100, 0, MEMORY, DType.BFLOAT16)]},
+            "gradients to compress together are of one type",
+        ),
         ({"payloads": {}}, "tasklet 0: a payload address is needed"),
         ({"payloads": {0: np.zeros(100, np.uint8)}}, "payload_bytes is 100, its gradient may take 3200 by TopK"),
         ({"padding": [(16_000, 2_000)]}, "tasklet 0: padding of 2000 elements at 16000 leaves its 16896"),
@@ -175,29 +181,12 @@ def test_any_number_of_threads_in_any_order(tmp_path: Path) -> None:
 def test_what_cannot_be_compressed(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     step = adam_step()
     gradient, *arrays = random_arrays(step, NUMEL, 6, special=False)
-    parameter = np.zeros(NUMEL, np.float32)
+    runs = runs_of(gradient, DType.FLOAT32, np.zeros(NUMEL, np.float32))
     with compressing_state(tmp_path / "state", TopK(ratio=0.03), np.zeros(NUMEL, np.float32), arrays) as state:
         for name, value in change.items():
             setattr(state, name, value)
+        tasklets = state.tasklets(change.get("runs", runs), compressed=True)
+        options = {"codec": state.codec, "residual_scale": state.residual_scale}
         with pytest.raises(ValueError, match=message):
-            state.work(Operation.UPDATE, runs_of(gradient, DType.FLOAT32, parameter), [step, step])
+            state.pipeline.submit(Batch(change.get("operation", Operation.UPDATE), tasklets, [step, step], **options))
         assert np.all(state.read()[0] == arrays[0])
-
-
-def test_updates_only(tmp_path: Path) -> None:
-    arrays = [np.zeros(NUMEL, np.float32) for _ in range(3)]
-    with compressing_state(tmp_path / "state", TopK(ratio=0.03), None, arrays) as state:
-        tasklets = state.tasklets([Run(0, NUMEL)], compressed=True)
-        with pytest.raises(ValueError, match="tasklet 0: gradients are compressed for UPDATE only"):
-            state.pipeline.submit(Batch(Operation.READ, tasklets, codec=state.codec))
-
-
-def test_gradients_of_two_types(tmp_path: Path) -> None:
-    arrays = [np.zeros(NUMEL, np.float32) for _ in range(3)]
-    gradient = np.zeros(NUMEL, np.float32)
-    runs = [Run(0, 100, 0, gradient), Run(100, 100, 0, gradient, DType.BFLOAT16)]
-    with (
-        compressing_state(tmp_path / "state", TopK(ratio=0.03), None, arrays) as state,
-        pytest.raises(ValueError, match="gradients to compress together are of one type"),
-    ):
-        state.work(Operation.UPDATE, runs, [adam_step()])
