@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.native import BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES, DType, StateFormat, UpdateStep
-from lightning_smartinfinity.native.formats import STATE_FORMATS, formats_of, names_where, optimizers_of
+from lightning_smartinfinity.native.formats import STATE_FORMATS, formats_of
 from lightning_smartinfinity.pipeline.rules import rule_for
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -76,12 +76,6 @@ def test_rules_take_the_formats_that_serve_their_step() -> None:
     # The table names a class of the core.
     assert {form.step for form in STATE_FORMATS.values()} - {None} <= {step.__name__ for step in steps}
     assert all("fp32" in formats_of(step) for step in steps)
-
-
-def test_names_are_listed_for_messages() -> None:
-    """Messages list formats in the order of their numbers, and optimizers by torch's names."""
-    assert names_where(lambda form: form.has_blocks) == "'int8' or 'int8_remainder'"
-    assert optimizers_of(STATE_FORMATS["bf16"]) == "Adam or AdamW"
 
 
 def test_storage_page_tabulates_the_regions() -> None:

@@ -55,6 +55,7 @@ def test_an_interrupt_ends_the_wait_and_stop_the_batch(wait: Callable[[Pipeline]
     """An interrupt ends the wait early. stop() skips tasklets that have not begun. The old place stays intact."""
     arrays = initial(NUMEL)
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
+        state.pipeline.stop()  # which stops nothing
         state.write(*arrays)
         _, parameter = start_slow_update(state, delay_us=100_000)
         with interrupted():
@@ -78,15 +79,6 @@ def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
             state.pipeline.finish()
         assert state.pipeline.finish() is None
         np.testing.assert_array_equal(parameter, adam(STEP, gradient, arrays)[0])
-
-
-def test_stopping_nothing(tmp_path: Path) -> None:
-    """stop() without a batch does nothing."""
-    with StoredState(tmp_path, NUMEL, 1024) as state:
-        state.pipeline.stop()
-        state.write(*initial(NUMEL))
-        state.pipeline.stop()
-        assert_same(state.read(), initial(NUMEL))
 
 
 def test_an_interrupted_request_goes_on(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_smartinfinity.native import Batch, Operation, Pipeline, Segment, Tasklet
+from lightning_smartinfinity.native import Batch, Operation
 from tests.native.stored import Run, StoredState
 
 NUMEL = 3_000
@@ -23,36 +23,23 @@ def arrays(seed: int) -> tuple[np.ndarray, ...]:
     return tuple(np.random.default_rng((seed, k)).random(NUMEL, np.float32) for k in range(3))
 
 
-def test_memory_is_that_of_the_extents(tmp_path: Path) -> None:
-    """The memory of resident tasklets is counted apart from the ring."""
-    with stored(tmp_path) as state:
-        assert (state.pipeline.cache_bytes, state.pipeline.ring_bytes) == (2 * SIZE, 2 * SIZE)
-
-
 @pytest.mark.parametrize("size", [0, 4_095])
 def test_a_size_that_no_extent_has(tmp_path: Path, size: int) -> None:
+    """It is refused. The memory of resident tasklets is counted apart from the ring, and there is none by default."""
     with stored(tmp_path) as state:
+        assert (state.pipeline.cache_bytes, state.pipeline.ring_bytes) == (2 * SIZE, 2 * SIZE)
         state.options = {"resident_bytes": [size]}
         with pytest.raises(ValueError, match=f"resident extent of {size} bytes"):
             state.open_pipeline()
+        state.options = {}
+        assert state.open_pipeline().cache_bytes == 0
 
 
 def test_a_tasklet_of_another_size(tmp_path: Path) -> None:
     """A resident tasklet with another size than its memory is refused."""
     with stored(tmp_path) as state:
-        large = Tasklet(
-            index=1,
-            read_file=0,
-            write_file=0,
-            numel=500,
-            num_arrays=2,
-            extent_bytes=12_288,
-            read_offset=0,
-            read_generation=0,
-            write_offset=0,
-            write_generation=1,
-            segments=[Segment(offset=0, numel=500)],
-        )
+        state.num_arrays = 2
+        large = state.tasklet(1, [])
         with pytest.raises(ValueError, match="resident tasklet 1 has another size than its place"):
             state.pipeline.submit(Batch(Operation.WRITE, [large]))
 
@@ -108,11 +95,3 @@ def test_state_in_memory_only_that_is_not_there(tmp_path: Path) -> None:
         for one, other in zip(state.read(), arrays(1), strict=True):
             assert np.array_equal(one, other)
         assert state.pipeline.counters().cached_read_bytes == 2 * SIZE
-
-
-def test_none_is_the_default(tmp_path: Path) -> None:
-    with stored(tmp_path) as state:
-        state.options = {}
-        pipeline: Pipeline = state.open_pipeline()
-        assert pipeline.cache_bytes == 0
-        pipeline.close()

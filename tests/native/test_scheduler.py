@@ -69,8 +69,10 @@ def waits_of(state: StoredState) -> dict[tuple[str, str], tuple[int, int]]:
     return {(who, whom): (requests, nbytes) for who, whom, requests, nbytes, _ in state.scheduler.waits()}
 
 
-@pytest.mark.parametrize("asks_by", ["nobody", "preferring", "waiting"])
-@pytest.mark.parametrize("io_class", [IoClass.STATE, IoClass.BACKGROUND])
+@pytest.mark.parametrize(
+    ("asks_by", "io_class"),
+    [("nobody", IoClass.STATE), ("preferring", IoClass.BACKGROUND), ("waiting", IoClass.STATE)],
+)
 def test_what_somebody_needs_is_read_first(tmp_path: Path, asks_by: str, io_class: IoClass) -> None:
     """A read that waits for its turn overtakes others of its pipeline once its tasklet is needed."""
     with neighbours(tmp_path) as (state, neighbour):
@@ -100,32 +102,25 @@ def test_what_somebody_needs_is_read_first(tmp_path: Path, asks_by: str, io_clas
         assert_same(found, initial(state.numel))
 
 
-def test_a_ring_never_waits_for_itself(tmp_path: Path) -> None:
-    """The bytes of a ring may be in flight together while its pipeline is open, however few are meant to be."""
-    scheduler = IoScheduler(in_flight_bytes=4096)
-    options = {"num_buffers": 4}
+@pytest.mark.parametrize(("num_processes", "num_buffers", "widened"), [(1, 4, 4), (2, 8, 4)])
+def test_a_ring_never_waits_for_itself(tmp_path: Path, num_processes: int, num_buffers: int, widened: int) -> None:
+    """The bytes of a ring may be in flight together while its pipeline is open, however few are meant to be.
+
+    A process of several has its part of the device's bytes, and of its ring's, and no more.
+    """
+    scheduler = IoScheduler(in_flight_bytes=4096 * num_processes, num_processes=num_processes)
+    assert scheduler.in_flight_bytes == 4096
+    options = {"num_buffers": num_buffers}
     with StoredState(tmp_path, 16 * TASKLET, TASKLET, scheduler=scheduler, options=options) as state:
-        assert scheduler.in_flight_bytes == 4 * EXTENT
+        assert scheduler.in_flight_bytes == widened * EXTENT
         state.write(*initial(state.numel))
         assert_same(state.read(), initial(state.numel))
         other = state.open_pipeline()
         state.pipeline.close()
-        assert scheduler.in_flight_bytes == 4 * EXTENT
+        assert scheduler.in_flight_bytes == widened * EXTENT
         other.close()
         assert scheduler.in_flight_bytes == 4096
-        assert scheduler.waits() == []
-
-
-def test_rings_of_several_processes_share_a_device(tmp_path: Path) -> None:
-    """A process of several has its part of the device's bytes, and of its ring's while that is larger, and no more."""
-    scheduler = IoScheduler(in_flight_bytes=2 * EXTENT, num_processes=2)
-    assert scheduler.in_flight_bytes == EXTENT
-    options = {"num_buffers": 8}
-    with StoredState(tmp_path, 16 * TASKLET, TASKLET, scheduler=scheduler, options=options) as state:
-        assert scheduler.in_flight_bytes == 4 * EXTENT
-        state.write(*initial(state.numel))
-        assert_same(state.read(), initial(state.numel))
-    assert scheduler.in_flight_bytes == EXTENT
+        assert num_processes > 1 or scheduler.waits() == []
 
 
 @pytest.mark.parametrize("end", ["it is done", "it fails", "it is cancelled", "it is not answered"])

@@ -108,16 +108,6 @@ def test_unaligned_segments(instruction_set: InstructionSet, tmp_path: Path, dty
     assert (parameter[:shift] == untouched).all() and (parameter[-shift:] == untouched).all()
 
 
-@pytest.mark.parametrize("name", ["adamw", *ONE_OF_EACH])
-def test_parameter_is_optional(tmp_path: Path, name: str) -> None:
-    """A segment without a parameter address updates the state alone."""
-    arrays = random_arrays(STEPS[name], 100, seed=4, special=False)
-    with stored(tmp_path, STEPS[name], 100) as state:
-        state.write(*arrays[1:])
-        assert state.work(Operation.UPDATE, [Run(0, 100, 0, arrays[0])], [STEPS[name]]) is None
-        assert_same_bits(state.read()[0], expected_state(STEPS[name], arrays)[0])
-
-
 @pytest.mark.parametrize("name", ["sgd_first", "sgd_nesterov_first"])
 def test_a_buffer_that_begins_forgets_what_it_held(instruction_set: InstructionSet, tmp_path: Path, name: str) -> None:
     """The first step of a momentum buffer ignores its old contents, even infinities and NaNs."""

@@ -232,16 +232,3 @@ def test_bad_values() -> None:
         HostBuffer(0)
     with pytest.raises(ValueError, match="8 arrays"):
         Segment(offset=0, numel=1, arrays=(0,) * 9)
-
-
-def test_values_can_be_read_back() -> None:
-    """The values of a batch can be read back, as tests and simulations do."""
-    one = tasklet(master_in_parameter=True, segments=[segment(arrays=(4, 0, 8))])
-    assert (one.index, one.numel, one.write_offset, one.master_in_parameter) == (5, NUMEL, 4096, True)
-    (found,) = one.segments
-    assert (found.step, found.gradient, found.parameter_dtype) == (0, ADDRESS, DType.FLOAT32)
-    assert found.arrays == (4, 0, 8)
-    batch = Batch(Operation.MODIFY, [one], [adam_step(eps=0.5)])
-    assert (batch.operation, len(batch.tasklets), batch.steps[0].eps) == (Operation.MODIFY, 1, 0.5)
-    identity = Identity(job=JOB, rank=7, state_format=2)
-    assert (identity.job, identity.rank, identity.state_format) == (JOB, 7, 2)
