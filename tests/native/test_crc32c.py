@@ -13,7 +13,6 @@ from tests.helpers.native_testing import (
     crc32c_by,
     crc32c_combine,
     crc32c_widths,
-    leave_out_crc32c,
 )
 
 DATA = np.random.default_rng(3).integers(0, 256, 70_000, dtype=np.uint8)
@@ -97,14 +96,3 @@ def test_a_large_piece_combines() -> None:
     for _ in range(16):
         stepwise = crc32c_combine(stepwise, zeros[1 << 30], 1 << 30)
     assert crc32c_combine(first, zeros[1 << 34], 1 << 34) == stepwise
-
-
-def test_left_out() -> None:
-    """Benchmarks can leave checksums out, and have them back."""
-    before = checksum(b"123456789")
-    leave_out_crc32c(True)
-    try:
-        assert checksum(b"123456789") == checksum(b"987654321", 5) == 0
-    finally:
-        leave_out_crc32c(False)
-    assert checksum(b"123456789") == before == 0xE3069283

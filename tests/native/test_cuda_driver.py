@@ -112,25 +112,6 @@ def test_copies_follow_their_stream(fake_cuda: FakeCuda) -> None:
     fake_cuda.destroy(user)
 
 
-def test_streams_wait_for_each_other_where_they_are_told(fake_cuda: FakeCuda) -> None:
-    """follow() orders our stream after the other, and lead() the other after ours. Neither waits on the host."""
-    device = CudaDevice(0)
-    ours, user = CudaStream(device), fake_cuda.stream()
-    values, found = np.zeros(3, np.float32), np.zeros(3, np.float32)
-    first, second = np.full(3, 7.0, np.float32), np.full(2, 9.0, np.float32)
-    gate = fake_cuda.gate(user)
-    fake_cuda.kernel(user, values, first, us=5_000)
-    ours.follow(user)
-    fake_cuda.kernel(ours.handle, values[1:], second, us=5_000)
-    ours.lead(user)
-    fake_cuda.kernel(user, found, values)
-    assert not values.any()
-    fake_cuda.open(gate)
-    fake_cuda.wait(user)
-    assert found.tolist() == [7.0, 9.0, 9.0]
-    fake_cuda.destroy(user)
-
-
 def test_registration_ends_before_the_memory(fake_cuda: FakeCuda) -> None:
     """Memory is unregistered by unregister(), or with the last reference before it is unmapped."""
     device = CudaDevice(0)
@@ -170,28 +151,11 @@ def test_a_pool_registers_what_it_lends(fake_cuda: FakeCuda) -> None:
     fake_cuda.fail("cuMemHostRegister_v2")
     third = pool.take(3 << 20)
     third.memoryview()[:] = bytes(3 << 20)
-    assert fake_cuda.held()["registered"] == 1 and "cuMemHostRegister" in device.registration_failure
+    assert fake_cuda.held()["registered"] == 1
+    assert device.registration_failure.startswith("cuMemHostRegister_v2 failed: CUDA_ERROR_FAKE (2): out of memory")
     del second, third
     gc.collect()
     assert fake_cuda.held()["registered"] == 0 and pool.nbytes == 0
-
-
-def test_memory_that_cannot_be_registered(fake_cuda: FakeCuda) -> None:
-    """A failed registration is returned, not raised.
-
-    The device keeps the first reason, and copies work without registration.
-    """
-    device = CudaDevice(0)
-    assert device.registration_failure == ""
-    fake_cuda.fail("cuMemHostRegister_v2")
-    buffer = HostBuffer(4096)
-    assert not buffer.register(device)
-    assert device.registration_failure.startswith("cuMemHostRegister_v2 failed: CUDA_ERROR_FAKE (2): out of memory")
-    assert buffer.register(device)
-    buffer.unregister()
-    values = np.zeros(1024, np.float32)
-    device.copy_to_host(host=buffer.address, device=values.ctypes.data, nbytes=4096, stream=0)
-    assert fake_cuda.held()["registered"] == 0
 
 
 def test_a_driver_that_is_gone(fake_cuda: FakeCuda) -> None:

@@ -16,14 +16,6 @@ from tests.native.test_pipeline import NUMEL, STEPS, initial, normals, work_two_
 ENGINES = [name for name, reason in native.io_engines() if reason is None]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_tasklets_that_change_files(tmp_path: Path, seed: int) -> None:
-    """Tasklets read from one file and written to another give the same bits, also with reordered transfers."""
-    with StoredState(tmp_path, NUMEL, 2048, num_files=2 + seed % 2, wanders=True) as state:
-        inject(state.pipeline, seed=seed, max_delay_us=500, short_transfer_every=3)
-        work_two_steps(state)
-
-
 def test_failures_name_the_file_at_fault(tmp_path: Path) -> None:
     """A failed read names the file that the tasklet was read from, a failed write the file it was written to."""
     for fault, path in (("fail_read_at", "state-1.bin"), ("fail_write_at", "state-0.bin")):
@@ -68,33 +60,3 @@ def test_throttled_file(tmp_path: Path, engine: str) -> None:
         assert other.busy_seconds <= elapsed
         throttle.bytes_per_second = 0
         work_two_steps(state)
-
-
-def test_files_behind_one_channel(tmp_path: Path) -> None:
-    """Files behind one throttled channel share its rate, besides their own rates."""
-    rate = 20e6
-    with StoredState(tmp_path, NUMEL, 2048, num_files=2, options={"num_buffers": 8}) as state:
-        devices = [Throttle(state.pipeline, [file]) for file in state.files]
-        channel = Throttle(state.pipeline, state.files)
-        for throttle in (*devices, channel):
-            throttle.bytes_per_second = rate
-        start = time.perf_counter()
-        work_two_steps(state)
-        elapsed = time.perf_counter() - start
-        moved = [file.read_bytes + file.written_bytes for file in state.pipeline.counters().files]
-        assert max(moved) < 0.6 * sum(moved)
-        assert sum(moved) / rate <= elapsed
-
-
-def test_idle_files_are_not_busy(tmp_path: Path) -> None:
-    """Time between requests does not count as busy."""
-    pause = 0.05
-    with StoredState(tmp_path, 1024, num_files=2) as state:
-        start = time.perf_counter()
-        state.write(*initial(1024))
-        time.sleep(pause)
-        state.write(*initial(1024))
-        elapsed = time.perf_counter() - start
-        used, unused = state.pipeline.counters().files
-        assert 0 < used.busy_seconds <= elapsed - pause
-        assert unused.busy_seconds == 0

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_smartinfinity import native
 from lightning_smartinfinity.native import Batch, FileQueue, HostBuffer, Operation, Pipeline, StateFile
 from tests.helpers.native_testing import inject
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.helpers.waiting import PROCESS_LIMIT, assert_threads_end, num_threads
 from tests.native.builds import run_python
 from tests.native.stored import Run, StoredState, takes_direct
 from tests.native.test_pipeline import (
@@ -232,7 +232,7 @@ def test_loaders_fork_workers_while_transferring(tmp_path: Path, engine: str) ->
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_descriptors_are_closed_on_exec(tmp_path: Path, engine: str) -> None:
-    """A program started by the training process inherits neither state files nor rings."""
+    """A program started by the training process inherits neither state files nor rings. A closed pipeline has none."""
 
     def inherited() -> list[str]:
         """Return the inherited descriptors that are rings, events or files of this test. Other tests may leave some."""
@@ -242,41 +242,10 @@ def test_descriptors_are_closed_on_exec(tmp_path: Path, engine: str) -> None:
         targets = (line.rpartition(" -> ")[2] for line in listed.stdout.splitlines())
         return sorted(target for target in targets if "anon_inode" in target or str(tmp_path) in target)
 
-    before = inherited()
+    before, threads = inherited(), num_threads()
+    num_open = len(os.listdir("/proc/self/fd"))
     with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": engine}):
         assert inherited() == before
-
-
-def test_two_pipelines_in_one_process(tmp_path: Path) -> None:
-    """Closing one pipeline with work in flight does not disturb another one in the process."""
-    arrays = initial()
-    with StoredState(tmp_path, NUMEL, 1024) as first:
-        first.write(*arrays)
-        (tmp_path / "other").mkdir()
-        with StoredState(tmp_path / "other", NUMEL, 2048, options={"io_engine": "io_uring_sqpoll"}) as second:
-            second.write(*arrays)
-            gradient, parameter = normals(1), np.zeros(NUMEL, np.float32)
-            inject(second.pipeline, seed=1, max_delay_us=2000)
-            runs = [Run(0, NUMEL, 0, gradient, parameter=parameter)]
-            second.start(Operation.UPDATE, runs, STEPS)
-            first.start(Operation.UPDATE, runs := some_runs(gradient, parameter.copy(), seed=0), STEPS)
-            second.pipeline.close()
-            assert first.finish() is None
-        assert_same(first.read(), expected_update(arrays, gradient, runs))
-
-
-def test_engine_ends_with_its_pipeline(tmp_path: Path) -> None:
-    """Closing a pipeline ends its threads and closes its descriptors."""
-
-    def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}) as state:
-        state.write(*initial())
-    before = held()
-    for _ in range(3):
-        with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}) as state:
-            state.write(*initial())
-            assert held() > before
-    # Threads left by other tests may end meanwhile.
-    assert all(now <= then for now, then in zip(held(), before, strict=True))
+        assert len(os.listdir("/proc/self/fd")) > num_open
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert_threads_end(threads)

@@ -117,20 +117,6 @@ def start_slow_update(state: StoredState, *, seed: int) -> tuple[np.ndarray, np.
     return gradient, parameter
 
 
-def test_sync_after_close_of_the_file(tmp_path: Path) -> None:
-    """A pipeline keeps its files open until it is closed, even without the StateFile objects."""
-    arrays = initial(NUMEL)
-    state = StoredState(tmp_path, NUMEL, 1024)
-    (path,) = state.paths
-    state.files.clear()
-    gc.collect()
-    assert len(descriptors(path)) == 1
-    state.write(*arrays)
-    assert_same(state.read(), arrays)
-    state.pipeline.close()
-    assert descriptors(path) == []
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
     """close() stops the batch, fails waiting calls, and leaves no thread. The old place stays intact."""

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from lightning_smartinfinity.native import DType, Operation, UpdateStep
 from tests.helpers.golden import (
@@ -19,7 +18,7 @@ from tests.helpers.golden import (
     random_arrays,
 )
 from tests.helpers.native_testing import InstructionSet, select_instruction_set, supported_instruction_sets
-from tests.helpers.update_rules import ARRAYS, Floats, adam_step
+from tests.helpers.update_rules import ARRAYS, Floats
 from tests.native.stored import Run, StoredState
 
 ONE_OF_EACH = ["adam_half", "adagrad_decayed", "sgd_nesterov", "rmsprop"]
@@ -133,34 +132,3 @@ def test_words_are_the_scalars_in_the_order_of_a_kernel() -> None:
     for name, order in orders.items():
         scalars = np.array([getattr(STEPS[name], field) for field in order.split()], np.float32)
         assert STEPS[name].words == scalars.view(np.uint32).tolist()
-
-
-@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
-def test_torch_optimizers(instruction_set: InstructionSet, tmp_path: Path, decoupled: bool) -> None:
-    """After fifty steps parameters are within rounding of torch.optim's."""
-    lr, betas, eps, weight_decay, numel = 1e-2, (0.9, 0.99), 1e-8, 0.1, 3_001
-    random = np.random.default_rng(5)
-    start = random.standard_normal(numel).astype(np.float32)
-    expected = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    optimizer = kind([expected], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False)
-    parameter = start.copy()
-    with StoredState(tmp_path, numel, tasklet_numel=1024) as state:
-        state.write(start)
-        for number in range(1, 51):
-            gradient = random.standard_normal(numel).astype(np.float32)
-            expected.grad = torch.from_numpy(gradient.copy())
-            optimizer.step()
-            step = adam_step(
-                one_minus_beta1=1 - betas[0],
-                beta2=betas[1],
-                one_minus_beta2=1 - betas[1],
-                decay=1 - lr * weight_decay if decoupled else 1.0,
-                l2=0.0 if decoupled else weight_decay,
-                step_size=lr / (1 - betas[0] ** number),
-                inverse_sqrt_bias_correction2=(1 - betas[1] ** number) ** -0.5,
-                eps=eps,
-            )
-            run = Run(0, numel, 0, gradient, parameter=parameter)
-            assert state.work(Operation.UPDATE, [run], [step]) is None
-    np.testing.assert_allclose(parameter, expected.detach().numpy(), rtol=2e-5, atol=2e-6)

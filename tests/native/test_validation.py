@@ -149,25 +149,16 @@ def test_offsets_that_are_not_used(tmp_path: Path) -> None:
 
 
 def test_wait_for_tasklets_that_do_not_exist(tmp_path: Path) -> None:
-    """Waiting for tasklets that do not exist is refused, and the batch continues."""
+    """Waiting for tasklets that do not exist is refused, and the batch continues. No tasklets need no wait."""
     with StoredState(tmp_path, NUMEL) as state:
         state.pipeline.submit(Batch(Operation.WRITE, [tasklet(write_offset=0, segments=[])]))
         for first, last in [(0, 2), (2, None), (1, 0)]:
             with pytest.raises(ValueError, match="wait"):
                 state.pipeline.wait(first, last)
-        assert state.pipeline.wait(1, 1) is None
-        assert state.pipeline.finish() is None
-
-
-def test_wait_for_positions_that_do_not_exist(tmp_path: Path) -> None:
-    """Waiting for positions that do not exist is refused, and the batch continues. No positions need no wait."""
-    with StoredState(tmp_path, NUMEL) as state:
-        state.pipeline.submit(Batch(Operation.WRITE, [tasklet(write_offset=0, segments=[])]))
         with pytest.raises(ValueError, match="tasklet 1 of 1"):
             state.pipeline.wait_for([0, 1])
-        assert state.pipeline.wait_for([]) is None
-        assert state.pipeline.wait_for([0, 0]) is None
-        assert state.pipeline.finish() is None
+        waits = [state.pipeline.wait(1, 1), state.pipeline.wait_for([]), state.pipeline.wait_for([0, 0])]
+        assert [*waits, state.pipeline.finish()] == 4 * [None]
 
 
 def test_extend_asks_for_an_active_batch_of_the_same_operation(tmp_path: Path) -> None:
