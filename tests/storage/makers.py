@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.settings import TransferConfig
-from lightning_smartinfinity.storage import ExtentMap, StateStore, StoreDescription, create_store
+from lightning_smartinfinity.storage import ExtentMap, StateStore, StoreDescription, create_store, recover_store
 from lightning_smartinfinity.storage.spread import Placement
 
 NUMEL = 5_000
@@ -64,6 +64,22 @@ def created(folders: Sequence[Path], **config: Any) -> Iterator[StateStore]:
         yield store
     finally:
         store.close(remove=True)
+
+
+def left(*folders: Path, generations: int = 1, **config: Any) -> Path:
+    """Leave a store of some generations, as a kill does, and return its folder in the first storage folder."""
+    store = create(folders, **config)
+    for generation in range(generations):
+        commit_generation(store, generation)
+    store.close(remove=False)
+    return Path(store.files[0].path).parent
+
+
+def recovered(*folders: Path, remove: bool = True, **options: Any) -> int:
+    """Recover a store, and return its generation. Then remove the store, or leave it again."""
+    store = recover_store(folders, **options)
+    store.close(remove=remove)
+    return store.generation
 
 
 def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[int] | None = None) -> Placement:

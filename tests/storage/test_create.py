@@ -18,16 +18,19 @@ from lightning_smartinfinity.errors import (
 )
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.storage import ExtentMap
-from lightning_smartinfinity.storage.state.opening import create_store, recover_store
-from tests.storage.makers import commit_generation, create, created, description, tree
+from lightning_smartinfinity.storage.state.opening import create_store
+from tests.storage.makers import commit_generation, create, created, description, left, recovered, tree
 
 RANK_FILES = {"lock", "manifest.json", "state.bin"}
 
 
 def test_folders_and_files(tmp_path: Path) -> None:
-    """Each storage folder has one fully allocated state file, private to the user. The first has the commit record."""
+    """Each storage folder has one fully allocated state file, private to the user. The first has the commit record.
+
+    Every folder has a JSON manifest that describes the store.
+    """
     folders = [tmp_path / "a" / "deep", tmp_path / "b"]
-    with created(folders, rank=3, job="mine") as store:
+    with created(folders, rank=3, job="mine", durability="power") as store:
         first, second = (folder / "mine" / "rank-00003" for folder in folders)
         assert tree(first) == RANK_FILES | {"commit.bin"}
         assert tree(second) == RANK_FILES
@@ -36,32 +39,19 @@ def test_folders_and_files(tmp_path: Path) -> None:
             assert status.st_size == store.extents.file_bytes(device)
             assert status.st_blocks * 512 >= status.st_size
             assert status.st_mode & 0o777 == 0o600
+            manifest = json.loads((folder / "manifest.json").read_text())
+            assert manifest["layout"].pop("numel") == store.extents.numel
+            assert [parameter["name"] for parameter in manifest["parameters"]] == ["p0", "p1"]
+            assert manifest == manifest | {
+                "version": 4,
+                "state_format": "fp32",
+                "device": device,
+                "folders": list(map(str, folders)),
+                "durability": "power",
+                "groups": [{"lr": 0.1}],
+            }
         assert store.generation == -1
     assert tree(tmp_path) == {"a", "a/deep", "b"}
-
-
-def test_manifest_is_readable(tmp_path: Path) -> None:
-    """Every folder has a JSON manifest that describes the store."""
-    with created([tmp_path / "a", tmp_path / "b"], durability="power") as store:
-        for device, name in enumerate("ab"):
-            manifest = json.loads((tmp_path / name / "default" / "rank-00000" / "manifest.json").read_text())
-            assert manifest["version"] == 4
-            assert manifest["state_format"] == "fp32"
-            assert manifest["device"] == device
-            assert manifest["folders"] == [str(tmp_path / "a"), str(tmp_path / "b")]
-            assert manifest["layout"]["numel"] == store.extents.numel
-            assert manifest["durability"] == "power"
-            assert [parameter["name"] for parameter in manifest["parameters"]] == ["p0", "p1"]
-            assert manifest["groups"] == [{"lr": 0.1}]
-
-
-def test_one_place_takes_half_the_space(tmp_path: Path) -> None:
-    """With durability none a tasklet has one place instead of two."""
-    sizes = []
-    for durability in ("none", "step"):
-        with created([tmp_path], durability=durability) as store:
-            sizes.append(Path(store.files[0].path).stat().st_size)
-    assert 2 * sizes[0] == sizes[1]
 
 
 def test_strangers_files_are_left_alone(tmp_path: Path) -> None:
@@ -79,7 +69,7 @@ def test_close_keeps_or_removes(tmp_path: Path) -> None:
     commit_generation(store, 0)
     store.close(remove=False)
     store.close(remove=True)  # already closed: nothing is removed
-    recover_store([tmp_path]).close(remove=True)
+    assert recovered(tmp_path) == 0
     assert tree(tmp_path) == set()
 
 
@@ -99,16 +89,14 @@ def test_close_when_storage_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert tree(tmp_path) == {"a", "b"}
 
 
-def test_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
-    """A new store silently replaces a leftover that is unlocked and was not to be kept."""
-    create([tmp_path]).close(remove=False)
+def test_leftovers_are_replaced(tmp_path: Path) -> None:
+    """A new store silently replaces a leftover that is unlocked and was not to be kept.
+
+    A state file without a manifest is replaced, too, because the lock says that this package made it.
+    """
+    folder = left(tmp_path)
     with created([tmp_path]) as store:
         assert store.generation == -1
-
-
-def test_leftover_of_a_creation_that_was_killed(tmp_path: Path) -> None:
-    """A leftover state file without a manifest is replaced too, because the lock says that this package made it."""
-    folder = tmp_path / "default" / "rank-00000"
     folder.mkdir(parents=True)
     (folder / "state.bin").write_bytes(b"half")
     (folder / "lock").write_text("1234\nstate.bin\n")
@@ -125,44 +113,32 @@ def test_same_folder_twice(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"link"}
 
 
-def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
-    """A file anywhere in the path of a storage folder is refused with a remedy."""
+@pytest.mark.parametrize(
+    ("storage", "job", "problem", "remedy"),
+    [
+        *(
+            (storage, "default", "Creating the folder", "remove it, or choose another folder")
+            for storage in ("file", "file/below", "job", "rank")
+        ),
+        *(
+            (storage, "default", "Creating the folder", "choose another folder")
+            for storage in ("/proc/nowhere", "/sys/kernel/nowhere", "/dev/null/nowhere")
+        ),
+        ("new", "j" * 300, "File name too long", "shorter"),
+    ],
+)
+def test_folder_that_cannot_be_made(tmp_path: Path, storage: str, job: str, problem: str, remedy: str) -> None:
+    """A file anywhere in the path of a folder, one that not even root can make, and a long name are refused."""
     (tmp_path / "file").touch()
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "default").touch()
     (tmp_path / "rank" / "default").mkdir(parents=True)
     (tmp_path / "rank" / "default" / "rank-00000").touch()
     before = tree(tmp_path)
-    for storage in ("file", "file/below", "job", "rank"):
-        with pytest.raises(StorageError, match="Creating the folder") as caught:
-            create([tmp_path / "made", tmp_path / storage])
-        assert "remove it, or choose another folder" in caught.value.remedy
-        assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize("storage", ["/proc/nowhere", "/sys/kernel/nowhere", "/dev/null/nowhere"])
-def test_folder_that_cannot_be_made(storage: str) -> None:
-    """A folder that not even root can create is refused with a remedy."""
-    with pytest.raises(StorageError, match="Creating the folder") as caught:
-        create([Path(storage)])
-    assert "choose another folder" in caught.value.remedy
-
-
-def test_file_that_cannot_be_made(tmp_path: Path) -> None:
-    """A folder in place of the state file is refused and stays."""
-    folder = tmp_path / "default" / "rank-00000" / "state.bin"
-    folder.mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"state\.bin' is a folder, and not a regular file") as caught:
-        create([tmp_path])
-    assert caught.value.remedy
-    assert folder.is_dir()
-
-
-def test_name_too_long(tmp_path: Path) -> None:
-    """A job name too long for the file system is refused with a remedy."""
-    with pytest.raises(StorageError, match="File name too long") as caught:
-        create([tmp_path], job="j" * 300)
-    assert "shorter" in caught.value.remedy
+    with pytest.raises(StorageError, match=problem) as caught:
+        create([tmp_path / "made", tmp_path / storage], job=job)
+    assert remedy in caught.value.remedy
+    assert tree(tmp_path) == before
 
 
 def test_too_little_space(tmp_path: Path) -> None:
@@ -192,31 +168,23 @@ def test_allocation_that_fails_half_way(tmp_path: Path, monkeypatch: pytest.Monk
     assert tree(tmp_path) == set()
 
 
-def test_file_size_limit(tmp_path: Path) -> None:
-    """A file size limit of the process is named in the error, and nothing is left behind."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard))
-    try:
-        with pytest.raises(StorageError, match="File too large") as caught:
-            create([tmp_path])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "ulimit -f" in caught.value.remedy
-    assert tree(tmp_path) == set()
-
-
-def test_too_few_descriptors(tmp_path: Path) -> None:
-    """A lack of file descriptors is reported with the limit to raise, and nothing is left behind."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+@pytest.mark.parametrize(
+    ("limit", "value", "remedy"),
+    [(resource.RLIMIT_FSIZE, 64 * 1024, "ulimit -f"), (resource.RLIMIT_NOFILE, None, "ulimit -n")],
+    ids=["file size", "descriptors"],
+)
+def test_limits_of_the_process(tmp_path: Path, limit: int, value: int | None, remedy: str) -> None:
+    """A file size limit and a lack of descriptors are named in the error, and nothing is left behind."""
     free = os.dup(0)
     os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (free + 1 if value is None else value, hard))
     try:
         with pytest.raises(StorageError) as caught:
             create([tmp_path / "a", tmp_path / "b"])
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert "ulimit -n" in caught.value.remedy
+        resource.setrlimit(limit, (soft, hard))
+    assert remedy in caught.value.remedy
     assert tree(tmp_path) == set()
 
 
@@ -270,8 +238,4 @@ def test_interrupted_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         commit_generation(store, 1)
     assert store.generation == 0
     store.close(remove=False)
-    store = recover_store([tmp_path])
-    assert store.generation == 0
-    commit_generation(store, 1)
-    assert store.generation == 1
-    store.close(remove=True)
+    assert recovered(tmp_path) == 0

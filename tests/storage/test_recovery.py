@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -22,16 +22,14 @@ from lightning_smartinfinity.storage.state.commit_record import (
     read_records,
     write_record,
 )
-from tests.storage.makers import commit_generation, create, created, manifest_with, write_generation
+from tests.storage.makers import commit_generation, create, left, manifest_with, recovered, write_generation
 
 
 def test_newest_generation_is_found(tmp_path: Path) -> None:
     """Recovery restores the places, generations and step counts of the last commit."""
-    store = create([tmp_path / "a", tmp_path / "b"])
-    for generation in range(4):
-        commit_generation(store, generation)
-    store.close(remove=False)
-    store = recover_store([tmp_path / "a", tmp_path / "b"])
+    folders = [tmp_path / "a", tmp_path / "b"]
+    left(*folders, generations=4)
+    store = recover_store(folders)
     assert store.generation == 3
     assert store.placement.devices.tolist() == [0, 1, 0, 1, 0]
     assert store.placement.positions.tolist() == [3, 2, 4, 3, 5]
@@ -42,14 +40,8 @@ def test_newest_generation_is_found(tmp_path: Path) -> None:
 
 def test_newest_generation_common_to_all_ranks(tmp_path: Path) -> None:
     """Recovery up to a given generation takes that one, and newer ones never come back."""
-    store = create([tmp_path])
-    for generation in range(3):
-        commit_generation(store, generation)
-    store.close(remove=False)
-    for newest in (1, None):
-        store = recover_store([tmp_path], newest=newest)
-        assert store.generation == 1
-        store.close(remove=False)
+    left(tmp_path, generations=3)
+    assert [recovered(tmp_path, newest=newest, remove=False) for newest in (1, None)] == [1, 1]
     with pytest.raises(StorageCorruptError, match="no commit record up to generation 0"):
         recover_store([tmp_path], newest=0)
 
@@ -63,9 +55,7 @@ def test_generation_that_was_being_written(tmp_path: Path) -> None:
     store.close(remove=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        store = recover_store([tmp_path])
-    assert store.generation == 1
-    store.close(remove=True)
+        assert recovered(tmp_path) == 1
 
 
 def test_record_whose_extents_were_lost(tmp_path: Path) -> None:
@@ -80,92 +70,79 @@ def test_record_whose_extents_were_lost(tmp_path: Path) -> None:
         file.seek(offset)
         file.write(bytes(128))
     with pytest.warns(UserWarning, match=r"generation 2 of tasklet 2.*\. Going on from generation 1\."):
-        store = recover_store([tmp_path])
-    assert store.generation == 1
-    store.close(remove=True)
+        assert recovered(tmp_path) == 1
 
 
-def test_store_without_any_generation(tmp_path: Path) -> None:
-    """A store that was never written is refused with a remedy."""
-    create([tmp_path]).close(remove=False)
-    with pytest.raises(StorageCorruptError, match="holds no commit record") as caught:
-        recover_store([tmp_path])
-    assert "checkpoint" in caught.value.remedy
+Change: TypeAlias = Callable[[dict[str, Any]], bytes]
+FORMAT = b'{"format": "lightning-smartinfinity optimizer state", "version": '
+NONE = "not a readable manifest"
 
 
-def test_trailer_is_as_documented(tmp_path: Path) -> None:
-    """The native core writes the 128-byte trailer that docs/bytes_on_storage.md documents."""
-    with created([tmp_path]) as store:
-        commit_generation(store, 0)
-        extent = store.extents.extents[4]
-        offset = store.extents.place_offset(4) + extent.nbytes - 128
-        trailer = Path(store.files[0].path).read_bytes()[offset : offset + 128]
-        fields = struct.unpack("<8sII16sIIQQQQ", trailer[:72])
-        expected = (b"LSIEXT01", 1, 0, store.identity.job, 0, 3, 4, 0, extent.numel, extent.nbytes)
-        assert fields == expected
-        assert trailer[104:124] == bytes(20)
+def values(**changes: Any) -> Change:
+    return lambda manifest: manifest_with(manifest | changes)
 
 
-def change_manifest(folder: Path, **changes: Any) -> None:
-    path = folder / "default" / "rank-00000" / "manifest.json"
-    path.write_bytes(manifest_with(json.loads(path.read_text()) | changes))
+def layout(**changes: Any) -> Change:
+    return lambda manifest: manifest_with(manifest | {"layout": manifest["layout"] | changes})
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("change", "kind", "message"),
     [
-        ({"version": 2}, "format version 2"),
-        ({"version": 5}, "written by a newer version of this package, in format version 5"),
-        ({"format": "another"}, "not a readable manifest"),
-        ({"layout": {"numel": -1}}, "not a readable manifest"),
-        ({"job": "no uuid"}, "not a readable manifest"),
-        ({"job": 5}, "not a readable manifest"),
-        ({"arrays": ["master", "exp_avg"]}, "not a readable manifest"),
-        ({"state_format": []}, "in the format []"),
-        ({"durability": "none"}, "not a readable manifest"),
-        ({"rank": 1}, "belongs to another store"),
+        (values(version=2), StorageCorruptError, "format version 2"),
+        (values(version=5), StorageError, "written by a newer version of this package, in format version 5"),
+        (values(state_format=[]), StorageError, "in the format []"),
+        (values(rank=1), StorageCorruptError, "belongs to another store"),
+        *(
+            pytest.param(values(**changes), StorageCorruptError, NONE, id=str(changes))
+            for changes in (
+                {"format": "another"},
+                {"layout": {"numel": -1}},
+                {"job": "no uuid"},
+                {"job": 5},
+                {"arrays": ["master", "exp_avg"]},
+                {"durability": "none"},
+            )
+        ),
+        *(
+            pytest.param(layout(**numbers), StorageCorruptError, NONE, id=str(numbers))
+            for numbers in (
+                {"numel": 10**30},
+                {"tasklet_numel": 8 << 60},
+                {"numel": 1e999},
+                {"num_devices": 1 << 40},
+                {"num_tasklets": 3},
+            )
+        ),
+        pytest.param(
+            layout(numel=1 << 49), StorageCorruptError, "commit.bin' holds no commit record", id="too many tasklets"
+        ),
+        *(
+            pytest.param(lambda _, content=content: content, StorageCorruptError, NONE, id=name)
+            for name, content in {
+                "not text": b"\xff\xfe",
+                "a list": b"[]",
+                "brackets without end": b"[" * 100_000,
+                "a number beyond any float": FORMAT + b"1e999}",
+                "a version of too many digits": FORMAT + b"9" * 5000 + b"}",
+            }.items()
+        ),
     ],
 )
-def test_manifest_of_another_format(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """Newer, older, damaged or foreign manifests are refused with path and remedy."""
-    store = create([tmp_path])
-    commit_generation(store, 0)
-    store.close(remove=False)
-    change_manifest(tmp_path, **changes)
+def test_manifest_of_another(tmp_path: Path, change: Change, kind: type[StorageError], message: str) -> None:
+    """Newer, older, damaged or foreign manifests are refused with path and remedy, before memory is taken for them."""
+    path = left(tmp_path) / "manifest.json"
+    path.write_bytes(change(json.loads(path.read_text())))
     with pytest.raises(StorageError, match=re.escape(message)) as caught:
         recover_store([tmp_path])
-    not_damaged = "newer" in message or "state_format" in changes
-    assert isinstance(caught.value, StorageCorruptError) is not not_damaged
+    assert type(caught.value) is kind
     assert "rank-00000" in caught.value.problem
     assert caught.value.remedy
 
 
-FORMAT = b'{"format": "lightning-smartinfinity optimizer state", "version": '
-MANIFESTS = {
-    "not text": b"\xff\xfe",
-    "a list": b"[]",
-    "brackets without end": b"[" * 100_000,
-    "a number beyond any float": FORMAT + b"1e999}",
-    "a version of too many digits": FORMAT + b"9" * 5000 + b"}",
-}
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_manifest_that_is_none(name: str, tmp_path: Path) -> None:
-    """Whatever a manifest holds, the error is ours and names the path."""
-    store = create([tmp_path])
-    commit_generation(store, 0)
-    store.close(remove=False)
-    path = tmp_path / "default" / "rank-00000" / "manifest.json"
-    path.write_bytes(MANIFESTS[name])
-    with pytest.raises(StorageCorruptError, match=r"manifest\.json' is not a readable manifest"):
-        recover_store([tmp_path])
-
-
 def test_every_bit_of_a_manifest(tmp_path: Path) -> None:
     """Whichever bit of it flips, the store is refused, and the error names the file; only what was written is read."""
-    create([tmp_path]).close(remove=False)
-    path = tmp_path / "default" / "rank-00000" / "manifest.json"
+    path, told = left(tmp_path, generations=0) / "manifest.json", ""
     content, folder = path.read_bytes(), OpenFolder(path.parent)
     for number in range(0, 8 * len(content), 7):  # each bit of some byte, and each byte
         changed = bytearray(content)
@@ -174,36 +151,19 @@ def test_every_bit_of_a_manifest(tmp_path: Path) -> None:
         with pytest.raises(StorageCorruptError, match=r"manifest\.json") as caught:
             read_manifest(folder)
         assert caught.value.remedy
+        told += str(caught.value)
+    assert "does not match its checksum" in told and "TransferConfig(job=...)" in told
     path.write_bytes(content)
     read_manifest(folder)
 
 
-@pytest.mark.parametrize("name", ["rank", "num_slots", "keep"])
-def test_a_value_of_a_manifest_that_still_parses(name: str, tmp_path: Path) -> None:
-    """A number that became another one is refused with file and remedy."""
-    create([tmp_path]).close(remove=False)
-    path = tmp_path / "default" / "rank-00000" / "manifest.json"
-    content = path.read_text()
-    changed = re.sub(rf'"{name}": (\w+)', f'"{name}": 1', content)
-    assert json.loads(changed) != json.loads(content)
-    path.write_text(changed)
-    with pytest.raises(StorageCorruptError, match=r"manifest\.json' does not match its checksum") as caught:
-        read_manifest(OpenFolder(path.parent))
-    assert "TransferConfig(job=...)" in caught.value.remedy
-
-
 def test_a_manifest_of_the_version_before(tmp_path: Path) -> None:
     """A store whose manifest has no checksum, as version 3 had none, is still read."""
-    store = create([tmp_path])
-    commit_generation(store, 0)
-    store.close(remove=False)
-    path = tmp_path / "default" / "rank-00000" / "manifest.json"
-    values = json.loads(path.read_text())
-    del values["crc32"]
-    path.write_text(json.dumps(values | {"version": 3}, indent=1))
-    recovered = recover_store([tmp_path])
-    assert recovered.generation == 0
-    recovered.close(remove=True)
+    path = left(tmp_path) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["crc32"]
+    path.write_text(json.dumps(manifest | {"version": 3}, indent=1))
+    assert recovered(tmp_path) == 0
 
 
 def test_manifest_larger_than_any(tmp_path: Path) -> None:
@@ -211,36 +171,8 @@ def test_manifest_larger_than_any(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.touch()
     os.truncate(path, 1 << 41)
-    with pytest.raises(StorageCorruptError, match="not a readable manifest"):
+    with pytest.raises(StorageCorruptError, match=NONE):
         read_manifest(OpenFolder(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "numbers",
-    [{"numel": 10**30}, {"tasklet_numel": 8 << 60}, {"numel": 1e999}, {"num_devices": 1 << 40}, {"num_tasklets": 3}],
-    ids=str,
-)
-def test_manifest_with_impossible_numbers(numbers: dict[str, Any], tmp_path: Path) -> None:
-    """Numbers that no store has are refused before memory is taken for them."""
-    store = create([tmp_path])
-    commit_generation(store, 0)
-    store.close(remove=False)
-    path = tmp_path / "default" / "rank-00000" / "manifest.json"
-    layout = json.loads(path.read_text())["layout"]
-    change_manifest(tmp_path, layout=layout | numbers)
-    with pytest.raises(StorageCorruptError, match="not a readable manifest"):
-        recover_store([tmp_path])
-
-
-def test_manifest_of_more_tasklets_than_the_record_has_room_for(tmp_path: Path) -> None:
-    """The error names the record's file. No memory is taken for the tasklets."""
-    store = create([tmp_path])
-    commit_generation(store, 0)
-    store.close(remove=False)
-    path = tmp_path / "default" / "rank-00000" / "manifest.json"
-    change_manifest(tmp_path, layout=json.loads(path.read_text())["layout"] | {"numel": 1 << 49})
-    with pytest.raises(StorageCorruptError, match=r"commit\.bin' holds no commit record"):
-        recover_store([tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -274,21 +206,17 @@ def test_record_that_was_made_up(changed: dict[str, int], tmp_path: Path) -> Non
 def test_folders_must_be_those_of_the_store(tmp_path: Path) -> None:
     """Folders in another order, too few folders, or a folder of another store are refused with a remedy."""
     folders = [tmp_path / "a", tmp_path / "b"]
-    store = create(folders)
-    commit_generation(store, 0)
-    store.close(remove=False)
-    other = create([tmp_path / "c"])
-    commit_generation(other, 0)
-    other.close(remove=False)
+    left(*folders)
+    left(tmp_path / "c")
     for wrong in (folders[::-1], folders[:1], [folders[0], tmp_path / "c"]):
         with pytest.raises(StorageCorruptError) as caught:
             recover_store(wrong)
         assert caught.value.remedy
-    recover_store(folders).close(remove=True)
+    assert recovered(*folders) == 0
 
 
 def test_nothing_to_recover(tmp_path: Path) -> None:
-    """A missing job and a rank without files are refused with the path."""
+    """A missing job, a rank without files and a store that was never written are refused with the path."""
     with pytest.raises(
         StorageError, match=r"no optimizer state in .*other/rank-00000.* another machine .* copy it here"
     ):
@@ -297,6 +225,10 @@ def test_nothing_to_recover(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"Reading .*manifest\.json.*No such file"):
         recover_store([tmp_path])
     assert not (tmp_path / "default" / "rank-00000" / "lock").exists()
+    left(tmp_path / "empty", generations=0)
+    with pytest.raises(StorageCorruptError, match="holds no commit record") as caught:
+        recover_store([tmp_path / "empty"])
+    assert "checkpoint" in caught.value.remedy
 
 
 def recorded(folder: Path, *, num_records: int, num_later: int = 0) -> Path:
