@@ -21,14 +21,15 @@ def mean_square(*outputs: torch.Tensor) -> torch.Tensor:
 
 
 class Stack(HardModule):
-    """A layer in front and one behind; subclasses put their own between them."""
+    """A layer in front and one behind; subclasses put what is hard between them, with a layer or without."""
 
     def __init__(self) -> None:
         super().__init__()
         self.front, self.back = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layer: Any = nn.Linear(WIDTH, WIDTH)
 
     def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        raise NotImplementedError
+        return torch.tanh(self.layer(x))
 
     def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
         return mean_square(self.back(self.middle(self.front(x), when)))
@@ -40,12 +41,8 @@ class Stack(HardModule):
 class Reused(Stack):
     """One layer that a forward uses several times."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
     def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+        return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x)))))  # type: ignore[no-any-return]
 
 
 class Nested(Stack):
@@ -53,10 +50,8 @@ class Nested(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.Linear(WIDTH, WIDTH)
-        self.first = nn.Sequential(nn.Sequential(layer, nn.Tanh()), nn.Linear(WIDTH, WIDTH))
-        self.second = nn.ModuleDict({"deep": nn.Sequential(nn.Tanh(), layer)})
-        self.layer = layer
+        self.first = nn.Sequential(nn.Sequential(self.layer, nn.Tanh()), nn.Linear(WIDTH, WIDTH))
+        self.second = nn.ModuleDict({"deep": nn.Sequential(nn.Tanh(), self.layer)})
 
     def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
         x = self.second["deep"](self.first(x))
@@ -81,7 +76,7 @@ class TiedThrice(HardModule):
 
 
 class Checkpointed(Stack):
-    """Segments under activation checkpointing that share a layer, which may be used outside of them, too.
+    """Segments under activation checkpointing that share the layer, which may be used outside of them, too.
 
     Args:
         use_reentrant: Which of torch's two implementations to use.
@@ -93,7 +88,6 @@ class Checkpointed(Stack):
         self, *, use_reentrant: bool, context_fn: Callable[[], Any] | None = None, outside: bool = True
     ) -> None:
         super().__init__()
-        self.shared = nn.Linear(WIDTH, WIDTH)
         self.own = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.outside = outside
         self.options: dict[str, Any] = {"use_reentrant": use_reentrant}
@@ -101,12 +95,12 @@ class Checkpointed(Stack):
             self.options["context_fn"] = context_fn
 
     def segment(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        return self.shared(torch.tanh(self.own[index](torch.tanh(self.shared(x)))))
+        return self.layer(torch.tanh(self.own[index](torch.tanh(self.layer(x)))))
 
     def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
         for index in range(len(self.own)):
             x = checkpoint(self.segment, index, x, **self.options)
-        return self.shared(x) if self.outside else x
+        return self.layer(x) if self.outside else x
 
 
 # ---- parameters that not every step uses
@@ -138,24 +132,19 @@ class UsedLate(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.front.register_parameter("bias", None)  # before a norm its gradient would be rounding noise
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.child = Bias()
+        self.norm, self.layer = nn.BatchNorm1d(WIDTH), Bias()
 
     def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
         x = self.norm(x)
-        return x + self.child.bias if when >= 2 else x
+        return x + self.layer.bias if when >= 2 else x
 
 
 class Thawing(Stack):
     """A layer that is frozen in every other step, by ``requires_grad_`` in the step itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
     def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
         self.layer.requires_grad_(when % 2 == 0)
-        return torch.tanh(self.layer(x))
+        return super().middle(x, when)
 
     def after_step(self, step: int) -> None:
         self.layer.requires_grad_(True)
@@ -268,6 +257,15 @@ class Output:
     extra: dict[str, Any]
 
 
+# Makes a nested structure of two tensors, and takes them out again.
+NESTS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[torch.Tensor, torch.Tensor]]]] = {
+    "dict": (lambda a, b: {"a": a, "b": {"c": [b, None, 3]}}, lambda nest: (nest["a"], nest["b"]["c"][0])),
+    "tuple": (lambda a, b: (a, (b, [None, "text"])), lambda nest: (nest[0], nest[1][0])),
+    "dataclass": (lambda a, b: Output(a, {"second": b}), lambda nest: (nest.hidden, nest.extra["second"])),
+    "list": (lambda a, b: [a, b], lambda nest: (nest[0], nest[1])),
+}
+
+
 class Returns(nn.Module):
     """Two layers whose outputs are returned in a nested structure.
 
@@ -281,34 +279,20 @@ class Returns(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> Any:
-        first, second = self.first(x), torch.tanh(self.second(x))
-        if self.kind == "dict":
-            return {"a": first, "b": {"c": [second, None, 3]}}
-        if self.kind == "tuple":
-            return first, (second, [None, "text"])
-        if self.kind == "dataclass":
-            return Output(first, {"second": second})
-        return [first, second]
+        return NESTS[self.kind][0](self.first(x), torch.tanh(self.second(x)))
 
 
 class Outputs(Stack):
     """Modules that return nested outputs of every kind."""
 
-    def __init__(self, kinds: tuple[str, ...] = ("dict", "tuple", "dataclass", "list")) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.nests = nn.ModuleDict({kind: Returns(kind) for kind in kinds})
+        self.nests = nn.ModuleDict({kind: Returns(kind) for kind in NESTS})
 
     def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        x = super().middle(x, when)
         for kind, nest in self.nests.items():
-            returned = nest(x)
-            if kind == "dict":
-                x = returned["a"] * returned["b"]["c"][0]
-            elif kind == "tuple":
-                x = returned[0] * returned[1][0]
-            elif kind == "dataclass":
-                x = returned.hidden * returned.extra["second"]
-            else:
-                x = returned[0] * returned[1]
+            x = math.prod(NESTS[kind][1](nest(x)))  # type: ignore[assignment, arg-type]
         return x
 
 
@@ -320,27 +304,24 @@ class Adapted(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
         self.requires_grad_(False)
         self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
 
     def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
+        return super().middle(x, when) + self.up(self.down(x))
 
 
 class Teacher(Stack):
-    """A frozen copy, used without gradient in every step."""
+    """A frozen layer, used without gradient in every step, as another one is that is trained."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.student, self.teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.teacher.requires_grad_(False)
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
         with torch.no_grad():
-            # The student is used twice: here without gradient, below with it.
-            target = torch.tanh(self.teacher(x)) + self.student(x)
-        return self.student(x) - target
+            target = torch.tanh(self.teacher(x)) + self.layer(x)
+        return self.layer(x) - target  # type: ignore[no-any-return]
 
 
 # ---- unusual backward passes
@@ -349,26 +330,12 @@ class Teacher(Stack):
 class TwoForwards(Stack):
     """Two forwards through every layer and one backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        return torch.tanh(self.layer(x))
-
     def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
         return super().loss(x, when) + 0.3 * super().loss(x.flip(0) * 0.5, when)
 
 
 class Penalty(Stack):
     """The gradient's norm with respect to the input is part of the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        return torch.tanh(self.layer(x))
 
     def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
         x = x.clone().requires_grad_()
@@ -380,43 +347,15 @@ class Penalty(Stack):
 class Balanced(Stack):
     """Two losses, weighed by the slopes that they give the last layer, as in VQGAN: the graph is used three times."""
 
-    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        return torch.tanh(x)
-
     def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        output = self.back(torch.tanh(self.front(x)))
-        first, second = mean_square(output), output.float().abs().mean()
-        (one,) = torch.autograd.grad(first, self.back.weight, retain_graph=True)
-        (two,) = torch.autograd.grad(second, self.back.weight, retain_graph=True)
-        return first + (one.float().norm() / (two.float().norm() + 1e-3)).detach() * second
-
-
-class InputSlope(Stack):
-    """The input is moved along its gradient and passes again, as in adversarial training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        return torch.tanh(self.layer(x))
-
-    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        x = x.clone().requires_grad_()
-        clean = super().loss(x, when)
-        (slope,) = torch.autograd.grad(clean, x, retain_graph=True)
-        return clean + super().loss((x + 0.1 * slope.sign()).detach(), when)
+        output = self.back(self.middle(self.front(x), when))
+        losses = mean_square(output), output.float().abs().mean()
+        slopes = [torch.autograd.grad(loss, self.back.weight, retain_graph=True)[0].float().norm() for loss in losses]
+        return losses[0] + (slopes[0] / (slopes[1] + 1e-3)).detach() * losses[1]
 
 
 class Meta(Stack):
     """The loss after one step of gradient descent on the middle layer, differentiated through that step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        return torch.tanh(self.layer(x))
 
     def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
         inner = super().loss(x, when)
@@ -431,42 +370,24 @@ class TwoBackwards(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
         self.automatic_optimization = False
 
     def losses(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two losses of one graph."""
-        output = self.back(torch.tanh(self.layer(self.front(x))))
+        output = self.back(self.middle(self.front(x), 0))
         return mean_square(output), output.float().abs().mean()
 
     def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
         return sum(self.losses(x))  # type: ignore[return-value]
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
         first, second = self.losses(self.case.batch(self.trainer.global_step, self.global_rank).to(self.device))
         self.seen.append(float((first + second).detach()))
         self.manual_backward(first, retain_graph=True)
         self.manual_backward(second)
-        optimizer.step()  # type: ignore[union-attr]
-        optimizer.zero_grad()  # type: ignore[union-attr]
-
-
-class Tiny(HardModule):
-    """Very many tensors of very few elements."""
-
-    def __init__(self, num_parameters: int = 10_000) -> None:
-        super().__init__()
-        self.pieces = nn.ParameterList([torch.randn(1 + i % 7) for i in range(num_parameters)])
-
-    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        flat = torch.cat(list(self.pieces))
-        return mean_square(flat * x.mean(), torch.sin(flat))
-
-    def build_optimizer(self, named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
-        params = [p for _, p in named]
-        groups = [{"params": params[i::3], "lr": 1e-2 / (i + 1), "weight_decay": 0.1 * i} for i in range(3)]
-        return torch.optim.AdamW(groups, eps=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Large(HardModule):

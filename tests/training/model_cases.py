@@ -15,7 +15,6 @@ from tests.helpers.hard_structures import (
     Balanced,
     Checkpointed,
     Containers,
-    InputSlope,
     Large,
     Layers,
     Meta,
@@ -28,7 +27,6 @@ from tests.helpers.hard_structures import (
     Teacher,
     Thawing,
     TiedThrice,
-    Tiny,
     TwoBackwards,
     TwoForwards,
     UsedLate,
@@ -64,9 +62,6 @@ STRUCTURES = {
         zero={"sub_group_size": 5_000, "reduce_bucket_size": 1_000},
         transfer={"tasklet_bytes": 64 * 1024, "num_buffers": 4},
     ),
-    "a thousand tiny tensors": Case(partial(Tiny, 1_000)),
-    # DeepSpeed's own distance makes its second step quadratic in the number of modules.
-    "ten thousand tiny tensors": Case(partial(Tiny, 10_000), steps=2),
 }
 _REENTRANT = partial(Checkpointed, use_reentrant=True)
 CHECKPOINTS = {
@@ -96,7 +91,6 @@ GRAPHS = {
     "a gradient penalty": Case(Penalty),
     "a gradient penalty in bf16": Case(Penalty, precision="bf16-mixed", **IN_16_BIT),
     "losses balanced by their slopes": Case(Balanced, accumulate=2),
-    "an input moved along its gradient": Case(InputSlope),
     "a step of gradient descent inside the loss": Case(Meta),
 }
 CASES: dict[str, Case] = {**STRUCTURES, **CHECKPOINTS, **UNUSED, **GRAPHS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,39 +12,34 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 Hook = Callable[["Small"], Any]
-NOTHING = lambda module: None  # noqa: E731
 
 
 class Small(pl.LightningModule):
-    """A network whose hooks run functions of a test, and note what these return."""
+    """A network whose hooks run functions of a test, and note what these return.
 
-    def __init__(self, **hooks: Hook) -> None:
+    Args:
+        term: Returns a term of the loss.
+        **hooks: Functions by the names of Lightning's hooks.
+    """
+
+    def __init__(self, term: Hook | None = None, **hooks: Hook) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
-        self.hooks = hooks
+        self.net: Any = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.term = term
         self.seen: list[Any] = []
+        for name, hook in hooks.items():
+            setattr(self, name, partial(self.note, hook))
 
-    def run(self, name: str) -> Any:
-        result = self.hooks.get(name, NOTHING)(self)
+    def note(self, hook: Hook, *_: object) -> None:
+        result = hook(self)
         if result is not None:
             self.seen.append(result)
-        return result
-
-    def on_train_start(self) -> None:
-        self.run("on_train_start")
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss = ((self.net(batch) - 1) ** 2).mean()
+        loss: torch.Tensor = ((self.net(batch) - 1) ** 2).mean()
         self.seen.append(float(loss.detach()))
-        term = self.hooks.get("term")
-        return loss if term is None else loss + term(self)
-
-    def on_train_batch_end(self, *args: object) -> None:
-        self.run("on_train_batch_end")
-
-    def on_validation_epoch_end(self) -> None:
-        self.run("on_validation_epoch_end")
+        return loss if self.term is None else loss + self.term(self)
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         self.net[0](batch)  # a part: what ZeRO-3 gathers ahead for the rest is still on its way afterwards

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_smartinfinity import UnsupportedError
 from tests.helpers.hard_models import Case
-from tests.helpers.hard_structures import Penalty
+from tests.helpers.hard_structures import TwoBackwards
 from tests.helpers.long_cases import long_but
 from tests.training.model_cases import GRAPHS
 from tests.training.model_runs import assert_trains_like_torch, train_near_storage
@@ -28,7 +27,7 @@ def test_unusual_graphs_train_like_torch(name: str, tmp_path: Path) -> None:
     assert_trains_like_torch(GRAPHS[name], train_near_storage(GRAPHS[name], tmp_path))
 
 
-class Differentiable(Penalty):
+class Differentiable(TwoBackwards):
     """A module that asks for differentiable gradients of its parameters."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
@@ -38,15 +37,4 @@ class Differentiable(Penalty):
 def test_differentiable_gradients_of_parameters_are_refused(tmp_path: Path) -> None:
     """Gradients move to the arena as soon as they arrive. The error names torch.autograd.grad instead."""
     with pytest.raises(UnsupportedError, match=r"backward\(create_graph=.*torch.autograd.grad"):
-        train_near_storage(Case(manual(Differentiable)), tmp_path)
-
-
-def manual(kind: type[Penalty]) -> Any:
-    """Return a function that builds a module with manual optimization."""
-
-    def build() -> Penalty:
-        module = kind()
-        module.automatic_optimization = False
-        return module
-
-    return build
+        train_near_storage(Case(Differentiable), tmp_path)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,15 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
-from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig, UnsupportedError
-from lightning_smartinfinity.zero3.parameters import gather_methods, operations, param_swapper
+from lightning_smartinfinity import SmartInfinityStrategy, UnsupportedError
+from lightning_smartinfinity.zero3.parameters import gather_methods, param_swapper
 from lightning_smartinfinity.zero3.parameters.status import Status
 from tests.helpers import native_testing as testing
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT
-from tests.training.small import Hook, Small
+from tests.training.small import Small
+
+NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
 
 
 def fitted(root: Path, module: Small, strategy: Any = None, **settings: Any) -> Small:
@@ -32,64 +33,69 @@ def fitted(root: Path, module: Small, strategy: Any = None, **settings: Any) -> 
     return module
 
 
-def assert_as_in_memory(root: Path, make: Callable[[], Small]) -> None:
-    """Assert that a fit sees what a fit in memory sees, and ends with the same weights."""
-    ours, theirs = fitted(root, make()), fitted(root, make(), "auto")
-    assert ours.seen == pytest.approx(theirs.seen, rel=1e-5)
+def assert_as_in_memory(
+    root: Path,
+    make: Callable[[], Small],
+    strategy: Any = None,
+    *,
+    between: Callable[[Small], object] | None = None,
+    **settings: Any,
+) -> None:
+    """Assert that a fit sees what a fit in memory sees, and ends with the same weights, or two fits."""
+    ours, theirs = make(), make()
+    for folder, module, chosen in ((root / "ours", ours, strategy), (root / "theirs", theirs, "auto")):
+        fitted(folder, module, chosen, **settings)
+        if between is not None:
+            between(module)
+            fitted(folder, module, chosen, **settings)
+    assert len(ours.seen) > 2 and ours.seen == pytest.approx(theirs.seen, rel=1e-5)
     for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own.detach().clone(), other.detach())
+
+
+def changed(change: Callable[[Any], object], **hooks: Any) -> Callable[[], Small]:
+    """Return a function that makes a network and changes it."""
+
+    def make() -> Small:
+        module = Small(**hooks)
+        change(module)
+        return module
+
+    return make
 
 
 def test_a_read_waits_for_the_update_whatever_is_gathered_with_it(tmp_path: Path) -> None:
     """A trained bias beside a frozen weight, gathered together, has its new value, also in the next forward."""
 
-    class Biases(Small):
-        def __init__(self, **hooks: Hook) -> None:
-            super().__init__(**hooks)
-            for name, param in self.named_parameters():
-                param.requires_grad_("bias" in name)
+    def freeze(module: Small) -> None:
+        for name, param in module.named_parameters():
+            param.requires_grad_("bias" in name)
 
     def slow_down(module: Small) -> None:
         if isinstance(module.trainer.strategy, SmartInfinityStrategy):
-            optimizer = module.trainer.strategy._training_optimizer
-            assert optimizer is not None
-            testing.inject(optimizer.update.drained_handler()._device._pipeline, max_delay_us=50_000)  # type: ignore[attr-defined]
+            optimizer: Any = module.trainer.strategy._training_optimizer
+            testing.inject(optimizer.update.drained_handler()._device._pipeline, max_delay_us=50_000)
 
     def read(module: Small) -> float:
         both = [module.net[0].weight, module.net[0].bias]
         return float(torch.cat([param.detach().flatten() for param in both]).sum())
 
-    make = lambda: Biases(on_train_start=slow_down, on_train_batch_end=read)  # noqa: E731
-    results = [
-        fitted(tmp_path / str(number), make(), strategy).seen
-        for number, strategy in enumerate([SmartInfinityStrategy(tmp_path / "s", overlap="forward"), "auto"])
-    ]
-    assert results[0] == pytest.approx(results[1], rel=1e-5)
+    make = changed(freeze, on_train_start=slow_down, on_train_batch_end=read)
+    assert_as_in_memory(tmp_path, make, SmartInfinityStrategy(tmp_path / "s", overlap="forward"))
 
 
-def test_a_penalty_gathers_one_parameter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gathers no list of parameters, in forward and in backward, and leaves none gathered."""
-    numbers: list[int] = []
-    original = operations.gathered
-    module = Small(term=lambda m: 0.01 * sum(p.pow(2).sum() for p in m.net.parameters()))
-
-    @contextmanager
-    def counted(params: Any, written: Any = ()) -> Iterator[None]:
-        before = [param.ds_status is ZeroParamStatus.AVAILABLE for param in module.parameters()]
-        numbers.append(len(params))
-        with original(params, written):
-            yield
-        assert before == [param.ds_status is ZeroParamStatus.AVAILABLE for param in module.parameters()]
-
-    monkeypatch.setattr(operations, "gathered", counted)
-    zero = {"offload_param": {"device": "nvme"}}
-    strategy = SmartInfinityStrategy(tmp_path / "s", zero=zero, transfer=TransferConfig(parameter_bytes="16KB"))
-    fitted(tmp_path, module, strategy)
-    assert set(numbers) == {1} and len(numbers) >= 4 * len(list(module.parameters()))
-
-
-def test_a_penalty_stays_within_the_budget_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step with a penalty over all parameters never has more of them gathered than the budget and two layers."""
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda params: sum(param.pow(2).sum() for param in params),
+        lambda params: nn.utils.parameters_to_vector(params).pow(2).sum(),
+        lambda params: torch.cat([param.flatten() for param in params]).pow(2).sum(),
+    ],
+)
+def test_a_penalty_stays_within_the_budget_of_parameters(
+    term: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with a term over all parameters never has more of them gathered than the budget and two layers."""
     budget, most = 64 << 10, [0, 0]
     whole: dict[int, int] = {}
     switch, restore = Status.__set__, gather_methods.restore_classes
@@ -114,198 +120,72 @@ def test_a_penalty_stays_within_the_budget_of_parameters(tmp_path: Path, monkeyp
         most[1] = max(most[1], pool.nbytes)
         return tensor
 
-    module = Small(term=lambda m: 0.01 * sum(p.pow(2).sum() for p in m.net.parameters()))
-    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())]
-    module.net = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1))
+    def deepen(module: Small) -> None:
+        layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        module.net = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1))
+
     monkeypatch.setattr(Status, "__set__", switching)
     monkeypatch.setattr(gather_methods, "restore_classes", restoring)
     monkeypatch.setattr(param_swapper, "lent_tensor", noted)
-    transfer = TransferConfig(parameter_bytes=budget)
-    strategy = SmartInfinityStrategy(tmp_path / "s", zero={"offload_param": {"device": "nvme"}}, transfer=transfer)
-    fitted(tmp_path, module, strategy)
-    sizes = sorted(param.numel() * param.element_size() for param in module.parameters())
+    stored: Any = {"zero": {"offload_param": {"device": "nvme"}}, "transfer": {"parameter_bytes": budget}}
+    make = changed(deepen, term=lambda module: 0.01 * term(module.net.parameters()))
+    assert_as_in_memory(tmp_path, make, SmartInfinityStrategy(tmp_path / "s", **stored))
+    sizes = sorted(param.numel() * param.element_size() for param in make().parameters())
     assert sum(sizes) > 2 * (budget + sum(sizes[-2:]))
     assert sizes[-1] <= most[0] <= budget + sum(sizes[-2:]) and 0 < most[1] <= budget
 
 
-def test_a_module_writes_its_weight_within_forward(tmp_path: Path) -> None:
-    """A weight that is normalized under no_grad in forward stays normalized, by itself and by ``data``."""
+class Normalized(nn.Linear):
+    """Normalizes its weight in forward, by itself or by ``data``."""
 
-    class Normalized(nn.Linear):
-        by_data = False
+    by_data = False
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.training:
-                with torch.no_grad():
-                    weight = self.weight.data if self.by_data else self.weight
-                    weight.copy_(nn.functional.normalize(self.weight.detach(), dim=1))
-            return super().forward(x)
-
-    for by_data in (False, True):
-
-        def make(by_data: bool = by_data) -> Small:
-            module = Small(on_train_batch_end=lambda m: float(m.net[2].weight.detach().norm(dim=1).max()))
-            module.net[2].__class__, module.net[2].by_data = Normalized, by_data  # type: ignore[assignment]
-            return module
-
-        assert_as_in_memory(tmp_path / str(by_data), make)
-
-
-def test_parameters_are_read_and_written_in_inference_mode(tmp_path: Path) -> None:
-    """Validation, which runs in inference mode, reads and writes, after a forward of a part of the model."""
-
-    def swap(module: Small) -> float:
-        kept = [param.detach().clone() for param in module.parameters()]
-        for param in module.parameters():
-            param.data.mul_(0.5)
-        half = float(sum(param.double().abs().sum() for param in module.parameters()))
-        for param, value in zip(module.parameters(), kept, strict=True):
-            param.data.copy_(value)
-        return half
-
-    assert_as_in_memory(tmp_path, lambda: Small(on_validation_epoch_end=swap))
-
-
-def test_all_are_gathered_after_a_validation_of_a_part(tmp_path: Path) -> None:
-    """GatheredParameters waits for what ZeRO-3 has begun to gather ahead."""
-
-    def gather(module: Small) -> float:
-        params = list(module.parameters())
-        if not hasattr(params[0], "ds_id"):
-            return float(sum(param.abs().sum() for param in params))
-        with deepspeed.zero.GatheredParameters(params):
-            return float(sum(param.abs().sum() for param in params))
-
-    assert_as_in_memory(tmp_path, lambda: Small(on_validation_epoch_end=gather))
-
-
-def test_parameters_answer_after_the_fit_and_before_the_next(tmp_path: Path) -> None:
-    """What is written between two fits is where the second begins."""
-    results = []
-    for strategy in (None, "auto"):
-        module = fitted(tmp_path / str(strategy), Small(), strategy)
-        with torch.no_grad():
-            for param in module.parameters():
-                param.mul_(0.5)
-        again = fitted(tmp_path / str(strategy), module, strategy and "auto")
-        results.append([*again.seen, float(sum(param.detach().abs().sum() for param in again.parameters()))])
-    assert results[0] == pytest.approx(results[1], rel=1e-5)
-
-
-def test_what_is_written_in_gathered_parameters_without_a_rank_lasts(tmp_path: Path) -> None:
-    """In one process no rank has other values."""
-
-    def double(module: Small) -> None:
-        params = list(module.net[2].parameters())
-        if hasattr(params[0], "ds_id"):
-            with deepspeed.zero.GatheredParameters(params), torch.no_grad():
-                params[0].mul_(2)
-        else:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
             with torch.no_grad():
-                params[0].mul_(2)
-
-    assert_as_in_memory(tmp_path, lambda: Small(on_train_batch_end=double))
-
-
-def test_gradients_are_gone_after_the_step(tmp_path: Path) -> None:
-    """They are None then; a kept one raises."""
-
-    def look(module: Small) -> None:
-        with pytest.warns(UserWarning, match="read gradients between backward and step"):
-            assert all(param.grad is None for param in module.parameters())
-        if "gradient" in vars(module):
-            with pytest.raises(UnsupportedError, match="a step has used it"):
-                module.gradient.sum()  # type: ignore[operator, union-attr]
-            module.seen.append(-1.0)
-
-    class Keeping(Small):
-        def on_after_backward(self) -> None:
-            vars(self)["gradient"] = self.net[0].weight.grad
-
-    assert -1.0 in fitted(tmp_path, Keeping(on_train_batch_end=look)).seen
+                weight = self.weight.data if self.by_data else self.weight
+                weight.copy_(nn.functional.normalize(self.weight.detach(), dim=1))
+        return super().forward(x)
 
 
-def test_a_parameter_keeps_its_shape(tmp_path: Path) -> None:
-    """Data of another shape, and operations that would give a parameter other memory, raise."""
-
-    def try_all(module: Small) -> None:
-        weight = module.net[0].weight
-        with pytest.raises(UnsupportedError, match=r"given the shape \(2, 2\)"):
-            weight.data = torch.zeros(2, 2)
-        for change in (lambda: weight.data.resize_(2, 2), lambda: weight.data.set_(torch.zeros(2))):
-            with pytest.raises(UnsupportedError):
-                change()
-        for function in (nn.Parameter, torch.vmap(torch.norm), torch.func.jacrev(lambda x: weight @ x)):
-            with pytest.raises(UnsupportedError, match=r"param\.(detach\(\)\.)?clone\(\)"):
-                function(weight if function is not None and "jac" not in str(function) else torch.ones(8))
-        with pytest.raises(UnsupportedError, match="another shape"), torch.no_grad():
-            weight.t_()
-        with pytest.raises(RuntimeError, match="leaf Variable"), torch.enable_grad():
-            weight.mul_(2)
-        module.seen.append(-1.0)
-
-    assert -1.0 in fitted(tmp_path, Small(on_train_batch_end=try_all)).seen
+def normalize(module: Small, *, by_data: bool = False) -> None:
+    module.net[2].__class__, module.net[2].by_data = Normalized, by_data
 
 
-def test_gradients_in_fp16_have_no_loss_scale(tmp_path: Path) -> None:
-    """Clipping by hand in fp16 sees the norms of fp32, and trains as with them."""
-
-    class Clipping(Small):
-        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-            norm = float(nn.utils.clip_grad_norm_(self.net.parameters(), 0.05))
-            if norm < 1e3:  # a skipped step has infinite ones
-                self.seen.append(norm)
-
-    zero = {"stage3_param_persistence_threshold": 0}
-    strategy = SmartInfinityStrategy(tmp_path / "s", zero=zero, initial_scale_power=8)
-    ours = fitted(tmp_path, Clipping(), strategy, precision="16-mixed")
-    assert ours.seen == pytest.approx(fitted(tmp_path, Clipping(), "auto").seen, rel=0.05)
+def swap(module: Small) -> float:
+    kept = [param.detach().clone() for param in module.parameters()]
+    for param in module.parameters():
+        param.data.mul_(0.5)
+    half = float(sum(param.double().abs().sum() for param in module.parameters()))
+    for param, value in zip(module.parameters(), kept, strict=True):
+        param.data.copy_(value)
+    return half
 
 
-def test_what_cannot_be_a_gradient_is_refused(tmp_path: Path) -> None:
-    """A gradient of another shape, and one of a frozen parameter, raise; DeepSpeed would train with the first."""
-
-    def assign(module: Small) -> None:
-        with pytest.raises(UnsupportedError, match=r"gradient of shape \(8, 32\)"):
-            module.net[0].weight.grad = torch.ones(8, 32)
-        with pytest.raises(UnsupportedError, match="not being trained"):
-            module.net[4].weight.grad = torch.ones(1, 32)
-        module.seen.append(-1.0)
-
-    module = Small(on_train_batch_end=assign)
-    module.net[4].weight.requires_grad_(False)
-    assert -1.0 in fitted(tmp_path, module).seen
+def gather(module: Small) -> float:
+    params = list(module.parameters())
+    with deepspeed.zero.GatheredParameters(params, enabled=hasattr(params[0], "ds_id")):
+        return float(sum(param.abs().sum() for param in params))
 
 
-def test_a_change_that_16_bit_rounds_is_warned_of(tmp_path: Path) -> None:
-    """A whole parameter in bf16 is changed by torch itself."""
-
-    def change(layer: nn.Linear, args: Any) -> None:
-        with torch.no_grad():
-            layer.weight.mul_(0.999)
-
-    module = Small()
-    module.net[0].register_forward_pre_hook(change)
-    with pytest.warns(UserWarning, match=r"Write to param\.data instead"):
-        fitted(tmp_path, module, precision="bf16-mixed")
+@torch.no_grad()
+def double(module: Small) -> None:
+    params = list(module.net[2].parameters())
+    with deepspeed.zero.GatheredParameters(params, enabled=hasattr(params[0], "ds_id")):
+        params[0].mul_(2)
 
 
-def test_a_weight_that_a_graph_needs_is_not_changed(tmp_path: Path) -> None:
-    """Torch finds out, as in memory, that a weight was written between forward and backward; not so by ``data``."""
+@torch.no_grad()
+def halve(module: Small) -> None:
+    for param in module.parameters():
+        param.mul_(0.5)
 
-    def change(module: Small) -> torch.Tensor:
-        with torch.no_grad():
-            module.net[4].weight.mul_(0.5)  # type: ignore[operator, union-attr]
-        return torch.zeros(())
 
-    def change_data(module: Small) -> torch.Tensor:
-        module.net[4].weight.data.mul_(0.5)  # type: ignore[operator, union-attr]
-        return torch.zeros(())
+class Scale(nn.Parameter):
+    """A parameter with a method of its own."""
 
-    for strategy in ("auto", None):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            fitted(tmp_path / str(strategy), Small(term=change), strategy)
-        fitted(tmp_path / str(strategy) / "data", Small(term=change_data), strategy)
+    def scaled(self) -> torch.Tensor:
+        return self * 3.0
 
 
 class Table(nn.Module):
@@ -319,54 +199,145 @@ class Table(nn.Module):
         return self.weight, {"bias": [self.bias]}
 
 
-class Scale(nn.Parameter):
-    """A parameter with a method of its own."""
-
-    def scaled(self) -> torch.Tensor:
-        return self * 3.0
-
-
-def test_a_class_of_the_users_own_keeps_what_it_adds(tmp_path: Path) -> None:
-    """A parameter of such a class has its methods in forward and in hooks, partitioned and whole."""
-
-    class Scaled(Small):
-        def __init__(self) -> None:
-            super().__init__(term=lambda module: 0.1 * module.factor.scaled().sum())
-            self.factor = Scale(torch.ones(4))
-
-        def on_train_batch_end(self, *args: object) -> None:
-            assert isinstance(self.factor, Scale)
-            self.seen.append(float(self.factor.scaled().sum()))
-
-    ours, theirs = (fitted(tmp_path / str(strategy), Scaled(), strategy).seen for strategy in (None, "auto"))
-    assert len(ours) > 2 and ours == pytest.approx(theirs, rel=1e-5)
+def add_users_of_parameters(module: Small) -> None:
+    module.gate = nn.Parameter(torch.linspace(-1, 1, 8))
+    module.act, module.distance = nn.Softplus(), nn.L1Loss(reduction="sum")
+    module.parts = nn.Sequential(nn.LayerNorm(8), nn.Softmax(-1))
+    module.table = Table()
 
 
-def test_a_parameter_is_the_input_of_a_module(tmp_path: Path) -> None:
-    """Losses, activations and layers take parameters of other modules, in hooks and in a term of the loss."""
+def use_parameters(module: Any) -> torch.Tensor:
+    first, others = module.table()
+    total = 0.1 * first.sum() * others["bias"][0].sum() + module.act(module.gate).sum()
+    total = total + module.distance(module.net[0].weight[0], module.gate)
+    return 0.1 * total + module.parts(module.gate)[0] + module.net[0](module.gate)[1]  # type: ignore[no-any-return]
 
-    class Fed(Small):
-        def __init__(self) -> None:
-            super().__init__(term=self.use)
-            self.gate = nn.Parameter(torch.linspace(-1, 1, 8))
-            self.act, self.distance = nn.Softplus(), nn.L1Loss(reduction="sum")
-            self.parts = nn.Sequential(nn.LayerNorm(8), nn.Softmax(-1))
-            self.table = Table()
 
-        def use(self, module: Any) -> torch.Tensor:
-            first, others = self.table()
-            total = (
-                0.1 * first.sum() * others["bias"][0].sum()
-                + self.act(self.gate).sum()
-                + self.distance(self.net[0].weight[0], self.gate)
-            )
-            return 0.1 * total + self.parts(self.gate)[0] + self.net[0](self.gate)[1]  # type: ignore[no-any-return]
+AS_IN_MEMORY: dict[str, Callable[[], Small]] = {
+    "a write in forward": changed(
+        normalize, on_train_batch_end=lambda m: float(m.net[2].weight.detach().norm(dim=1).max())
+    ),
+    "a write in forward by data": changed(lambda module: normalize(module, by_data=True)),
+    "reads and writes in inference mode": lambda: Small(on_validation_epoch_end=swap),
+    "all are gathered after a validation of a part": lambda: Small(on_validation_epoch_end=gather),
+    "a write in gathered parameters without a rank": lambda: Small(on_train_batch_end=double),
+    "a class of the user's own": changed(
+        lambda module: setattr(module, "factor", Scale(torch.ones(4))),
+        term=lambda module: 0.1 * module.factor.scaled().sum(),
+        on_train_batch_end=lambda module: float(module.factor.scaled().sum()),
+    ),
+    "parameters as inputs of modules": changed(
+        add_users_of_parameters,
+        term=use_parameters,
+        on_train_batch_end=lambda module: float(module.act(module.gate).sum() + module.parts(module.gate)[2]),
+    ),
+}
 
-        def on_train_batch_end(self, *args: object) -> None:
-            self.seen.append(float(self.act(self.gate).sum() + self.parts(self.gate)[2]))
 
-    ours, theirs = (fitted(tmp_path / str(strategy), Fed(), strategy).seen for strategy in (None, "auto"))
-    assert len(ours) > 2 and ours == pytest.approx(theirs, rel=1e-5)
+@pytest.mark.parametrize("name", AS_IN_MEMORY)
+def test_it_trains_as_in_memory(name: str, tmp_path: Path) -> None:
+    """Losses, what hooks see and the weights at the end are those of a fit in memory."""
+    assert_as_in_memory(tmp_path, AS_IN_MEMORY[name])
+
+
+def test_parameters_answer_after_the_fit_and_before_the_next(tmp_path: Path) -> None:
+    """What is written between two fits is where the second begins."""
+    assert_as_in_memory(tmp_path, Small, between=halve)
+
+
+def test_gradients_are_gone_after_the_step(tmp_path: Path) -> None:
+    """They are None then; a kept one raises."""
+    kept: list[Any] = []
+
+    def look(module: Small) -> float:
+        with pytest.warns(UserWarning, match="read gradients between backward and step"):
+            assert all(param.grad is None for param in module.parameters())
+        with pytest.raises(UnsupportedError, match="a step has used it"):
+            kept[-1].sum()
+        return -1.0
+
+    def keep(module: Small) -> None:
+        kept.append(module.net[0].weight.grad)
+
+    assert -1.0 in fitted(tmp_path, Small(on_after_backward=keep, on_train_batch_end=look)).seen
+
+
+def test_a_parameter_keeps_its_shape(tmp_path: Path) -> None:
+    """Data of another shape, and operations that would give a parameter other memory, raise."""
+
+    def try_all(module: Small) -> float:
+        weight = module.net[0].weight
+        with pytest.raises(UnsupportedError, match=r"given the shape \(2, 2\)"):
+            weight.data = torch.zeros(2, 2)
+        for change in (lambda: weight.data.resize_(2, 2), lambda: weight.data.set_(torch.zeros(2))):
+            with pytest.raises(UnsupportedError):
+                change()
+        for function in (nn.Parameter, torch.vmap(torch.norm), torch.func.jacrev(lambda x: weight @ x)):
+            with pytest.raises(UnsupportedError, match=r"param\.(detach\(\)\.)?clone\(\)"):
+                function(weight if function is not None and "jac" not in str(function) else torch.ones(8))
+        with pytest.raises(UnsupportedError, match="another shape"), torch.no_grad():
+            weight.t_()
+        with pytest.raises(RuntimeError, match="leaf Variable"), torch.enable_grad():
+            weight.mul_(2)
+        return -1.0
+
+    assert -1.0 in fitted(tmp_path, Small(on_train_batch_end=try_all)).seen
+
+
+def test_gradients_in_fp16_have_no_loss_scale(tmp_path: Path) -> None:
+    """Clipping by hand in fp16 sees the norms of fp32, and trains as with them."""
+
+    class Clipping(Small):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            norm = float(nn.utils.clip_grad_norm_(self.net.parameters(), 0.05))
+            if norm < 1e3:  # a skipped step has infinite ones
+                self.seen.append(norm)
+
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero=NOTHING_PERSISTS, initial_scale_power=8)
+    ours = fitted(tmp_path, Clipping(), strategy, precision="16-mixed")
+    assert ours.seen == pytest.approx(fitted(tmp_path, Clipping(), "auto").seen, rel=0.05)
+
+
+def test_what_cannot_be_a_gradient_is_refused(tmp_path: Path) -> None:
+    """A gradient of another shape, and one of a frozen parameter, raise; DeepSpeed would train with the first."""
+
+    def assign(module: Small) -> float:
+        with pytest.raises(UnsupportedError, match=r"gradient of shape \(8, 32\)"):
+            module.net[0].weight.grad = torch.ones(8, 32)
+        with pytest.raises(UnsupportedError, match="not being trained"):
+            module.net[4].weight.grad = torch.ones(1, 32)
+        return -1.0
+
+    make = changed(lambda module: module.net[4].weight.requires_grad_(False), on_train_batch_end=assign)
+    assert -1.0 in fitted(tmp_path, make()).seen
+
+
+def test_a_change_that_16_bit_rounds_is_warned_of(tmp_path: Path) -> None:
+    """A whole parameter in bf16 is changed by torch itself."""
+
+    @torch.no_grad()
+    def change(layer: nn.Linear, args: Any) -> None:
+        layer.weight.mul_(0.999)
+
+    module = Small()
+    module.net[0].register_forward_pre_hook(change)
+    with pytest.warns(UserWarning, match=r"Write to param\.data instead"):
+        fitted(tmp_path, module, precision="bf16-mixed")
+
+
+@pytest.mark.parametrize("strategy", ["auto", None])
+def test_a_weight_that_a_graph_needs_is_not_changed(strategy: Any, tmp_path: Path) -> None:
+    """Torch finds out, as in memory, that a weight was written between forward and backward; not so by ``data``."""
+
+    @torch.no_grad()
+    def change(module: Small, *, by_data: bool = False) -> torch.Tensor:
+        weight = module.net[4].weight
+        (weight.data if by_data else weight).mul_(0.5)
+        return torch.zeros(())
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fitted(tmp_path, Small(term=change), strategy)
+    fitted(tmp_path / "data", Small(term=lambda module: change(module, by_data=True)), strategy)
 
 
 def test_another_thread_reads_between_steps_only(tmp_path: Path) -> None:
@@ -387,32 +358,27 @@ def test_another_thread_reads_between_steps_only(tmp_path: Path) -> None:
                 use(module)
         return torch.zeros(())
 
-    def make() -> Small:
-        module = Small(term=refused, on_train_batch_end=read)
-        module.gate = nn.Linear(4, 4)
-        return module
-
-    strategy = SmartInfinityStrategy(tmp_path / "s", zero={"stage3_param_persistence_threshold": 0})
-    ours, theirs = fitted(tmp_path / "ours", make(), strategy), fitted(tmp_path / "theirs", make(), "auto")
-    assert ours.seen == pytest.approx(theirs.seen, rel=1e-5)
+    make = changed(lambda module: setattr(module, "gate", nn.Linear(4, 4)), term=refused, on_train_batch_end=read)
+    assert_as_in_memory(tmp_path, make, SmartInfinityStrategy(tmp_path / "s", zero=NOTHING_PERSISTS))
 
 
 def test_a_tensor_outside_is_not_given_data_without_memory(tmp_path: Path) -> None:
     """Torch refuses it by its kind of device; it would crash in the next operation otherwise."""
 
-    def tie(module: Small) -> None:
+    def tie(module: Small) -> float:
         for outside in (nn.Parameter(torch.zeros(32, 8)), torch.zeros(32, 8)):
             with pytest.raises(RuntimeError, match="incompatible tensor type"):
-                outside.data = module.net[0].weight.data  # type: ignore[assignment, union-attr]
+                outside.data = module.net[0].weight.data
             assert float(outside.sum()) == 0
         assert module.net[0].weight.data.device == torch.device("cpu")
-        module.seen.append(-1.0)
+        return -1.0
 
     assert -1.0 in fitted(tmp_path, Small(on_train_batch_end=tie)).seen
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-@pytest.mark.parametrize("directly", [True, False])
+@pytest.mark.parametrize(
+    ("overlap", "directly"), [("none", True), ("forward", False), ("backward", True), ("backward", False)]
+)
 def test_a_write_after_validation_is_in_the_next_step(overlap: str, directly: bool, tmp_path: Path) -> None:
     """Validation leaves small parameters whole; an update that begins within backward has what was written to them.
 
@@ -423,32 +389,26 @@ def test_a_write_after_validation_is_in_the_next_step(overlap: str, directly: bo
         def validation_step(self, batch: torch.Tensor, index: int) -> None:
             self.net(batch)
 
+        @torch.no_grad()
         def on_validation_end(self) -> None:
             for param in self.parameters():
-                with torch.no_grad():
-                    (param if directly else param.data).mul_(0.5)
+                (param if directly else param.data).mul_(0.5)
                 if hasattr(param, "ds_id"):
                     assert torch.equal(safe_get_full_fp32_param(param), param)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    norms = []
-    for strategy in ("auto", None):
-        settings: dict[str, Any] = {"precision": "32-true", "max_epochs": 3, "num_sanity_val_steps": 0}
-        trainer = quiet_trainer(tmp_path, strategy, **settings, **({} if strategy else {"overlap": overlap}))
-        module = Validated()
-        trainer.fit(module)
-        norms.append([float(param.detach().norm()) for param in module.parameters()])
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    strategy = SmartInfinityStrategy(tmp_path / "s", overlap=overlap)
+    assert_as_in_memory(tmp_path, Validated, strategy, max_epochs=3)
 
 
 def test_a_term_within_gathered_parameters_is_refused(tmp_path: Path) -> None:
     """Backward finds the parameters partitioned again; the error says to leave the context out."""
 
-    def term(module: Small) -> torch.Tensor:
+    def term(module: Small) -> Any:
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
-            return sum(param.pow(2).sum() for param in module.parameters())  # type: ignore[return-value]
+            return sum(param.pow(2).sum() for param in module.parameters())
 
     with pytest.raises(UnsupportedError, match=r"outside of deepspeed\.zero\.GatheredParameters"):
         fitted(tmp_path, Small(term=term))
@@ -470,60 +430,40 @@ class Squares(torch.autograd.Function):
 def test_a_function_of_the_users_takes_clones(tmp_path: Path) -> None:
     """Torch does not ask parameters that it is given; the error says to pass clones, which train as in memory."""
 
-    def make(give: Callable[[nn.Parameter], torch.Tensor]) -> Small:
-        module = Small(term=lambda m: Squares.apply(*map(give, m.gate.parameters())))  # type: ignore[no-untyped-call, union-attr]
-        module.gate = nn.Linear(4, 4)
-        return module
+    def make(give: Callable[[Any], torch.Tensor]) -> Small:
+        term = lambda module: Squares.apply(*map(give, module.gate.parameters()))  # type: ignore[no-untyped-call]  # noqa: E731
+        return changed(lambda module: setattr(module, "gate", nn.Linear(4, 4)), term=term)()
 
     with pytest.raises(UnsupportedError, match=r"torch\.autograd\.Function of your own param\.clone\(\)"):
         fitted(tmp_path / "given", make(lambda param: param))
     assert_as_in_memory(tmp_path, lambda: make(torch.clone))
 
 
-def test_dtypes_that_do_not_meet_are_named(tmp_path: Path) -> None:
-    """Autocast would cast an fp32 table in memory."""
+def add_positions(module: Small) -> torch.Tensor:
+    norm = nn.functional.layer_norm
+    return norm(module.net[0](torch.ones(2, 8).bfloat16()) + torch.arange(32).float(), (32,), module.net[0].bias).mean()
 
-    class Positions(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(32)
 
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            return self.norm(self.net[0](batch) + torch.arange(32).float()).float().mean()  # type: ignore[no-any-return]
-
-    with pytest.raises(UnsupportedError, match=r"dtypes of its inputs.*value\.to\(x\.dtype\)"):
-        fitted(tmp_path, Positions(), precision="bf16-mixed")
-    for read in (lambda weight: weight.detach().numpy(), torch.linalg.svdvals):  # which torch lacks
-        with pytest.raises(UnsupportedError, match=r"BFloat16.*use param\.data\.float\(\)"):
-            fitted(tmp_path, Small(term=lambda m, read=read: read(m.net[0].weight)), precision="bf16-mixed")  # type: ignore[misc]
+@pytest.mark.parametrize(
+    ("term", "named"),
+    [
+        (add_positions, r"dtypes of its inputs.*value\.to\(x\.dtype\)"),  # autocast would cast a table in memory
+        (lambda module: module.net[0].weight.detach().numpy(), r"BFloat16.*use param\.data\.float\(\)"),
+        (lambda module: torch.linalg.svdvals(module.net[0].weight), r"BFloat16.*use param\.data\.float\(\)"),
+    ],
+)
+def test_dtypes_that_do_not_meet_are_named(term: Callable[[Small], Any], named: str, tmp_path: Path) -> None:
+    """The error says which, also of what torch lacks in 16 bit."""
+    with pytest.raises(UnsupportedError, match=named):
+        fitted(tmp_path, Small(term=term), precision="bf16-mixed")
 
 
 def test_data_of_another_parameter_is_copied(tmp_path: Path) -> None:
     """Two parameters cannot have one memory: both are trained, each by itself."""
 
     def alias(module: Small) -> None:
-        if not module.seen:
-            module.net[2].bias.data = module.net[0].bias.data  # type: ignore[union-attr]
-            assert torch.equal(module.net[2].bias, module.net[0].bias)  # type: ignore[arg-type]
+        module.net[2].bias.data = module.net[0].bias.data
+        assert torch.equal(module.net[2].bias, module.net[0].bias)
 
     module = fitted(tmp_path, Small(on_train_start=alias))
-    assert not torch.equal(module.net[2].bias, module.net[0].bias)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "join", [nn.utils.parameters_to_vector, lambda params: torch.cat([p.flatten() for p in params])]
-)
-def test_parameters_are_joined_one_at_a_time(join: Callable[..., torch.Tensor], tmp_path: Path) -> None:
-    """A term of the loss over one vector of all parameters works with a budget that holds only a few."""
-    seen = []
-    for strategy in ("auto", None):
-        module = Small(term=lambda m: 0.01 * join(m.net.parameters()).pow(2).sum())
-        layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())]
-        module.net = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1))
-        stored: Any = {
-            "zero": {"offload_param": {"device": "nvme"}},
-            "transfer": TransferConfig(parameter_bytes=64 << 10),
-        }
-        fitted(tmp_path, module, strategy or SmartInfinityStrategy(tmp_path / "s", **stored))
-        seen.append(module.seen)
-    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+    assert not torch.equal(module.net[2].bias, module.net[0].bias)
