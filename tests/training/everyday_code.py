@@ -8,6 +8,7 @@ Fabric and transformers' Trainer. As a program it runs them on two processes, an
 from __future__ import annotations
 
 import copy
+import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -138,6 +139,12 @@ def _average(module: Touched) -> None:
     module.mean.load_state_dict(average.module.state_dict())
 
 
+def saved_and_loaded(value: object) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
 def _copy_whole(module: Touched) -> None:
     copied = copy.deepcopy(module.net)
     copied[0].weight.fill_(0.25)
@@ -190,6 +197,8 @@ READS: dict[str, Callable[[Touched], object]] = {
     "comparison": lambda m: bool((m.net[0].weight == m.net[0].weight.clone()).all()),
     "numpy": lambda m: float(np.asarray(m.net[0].weight.detach()).sum()),
     "tolist": lambda m: m.net[5].bias.tolist(),
+    "copies": lambda m: [float(c.sum()) for w in [m.net[0].weight.detach()] for c in (w.cpu(), copy.deepcopy(w))],
+    "saved": lambda m: float(saved_and_loaded({"weight": m.net[0].weight.data.cpu()})["weight"].double().sum()),
     "histogram": lambda m: torch.histc(m.net[0].weight, 4).tolist(),
     "cat": lambda m: float(torch.cat([p.flatten() for p in m.parameters()]).sum()),
     "views": lambda m: float(m.net[0].weight.T[1:3].reshape(-1)[::2].sum()),

@@ -53,10 +53,8 @@ def flat(value: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("door", "options", "late"),
     [
-        ("Lightning", {"overlap": "none"}, False),
         ("Lightning", {"overlap": "none"}, True),
         ("Lightning", BACKWARD, False),
-        ("Lightning", BACKWARD, True),
         ("Lightning", ON_STORAGE, False),
         ("Lightning", ON_STORAGE, True),
         ("Fabric", BACKWARD, False),
