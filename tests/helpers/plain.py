@@ -14,7 +14,13 @@ from torch.utils.data import DataLoader
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 
-__all__ = ["Everything", "Scenario", "assert_alike", "assert_like_plain_lightning"]
+__all__ = [
+    "Everything",
+    "Scenario",
+    "assert_alike",
+    "assert_fits_like_plain_lightning",
+    "assert_like_plain_lightning",
+]
 
 # Four batches an epoch; values in fp32 agree with Lightning's own CPU strategy to rounding.
 RECIPE = Recipe(epoch_batches=4, depth=1)
@@ -91,3 +97,14 @@ def assert_alike(ours: Any, theirs: Any, *, where: str = "result") -> None:
         assert ours == pytest.approx(theirs, rel=_TOLERANCE, nan_ok=True), where
     else:
         assert ours == theirs, where
+
+
+def assert_fits_like_plain_lightning(build: Callable[[], Any], root: Path, **settings: Any) -> Any:
+    """Fit modules under both strategies; return losses and the number of steps, which are those of plain Lightning."""
+
+    def scenario(make: MakeTrainer, _: Path) -> Any:
+        trainer, module = make(**settings), build()
+        trainer.fit(module)
+        return module.losses, trainer.global_step
+
+    return assert_like_plain_lightning(scenario, root)

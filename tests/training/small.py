@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+
+from lightning_smartinfinity import SmartInfinityStrategy
+from tests.helpers.trainers import quiet_trainer
 
 Hook = Callable[["Small"], Any]
 
@@ -52,3 +57,42 @@ class Small(pl.LightningModule):
         return DataLoader(data, batch_size=2)  # type: ignore[arg-type]
 
     val_dataloader = train_dataloader
+
+
+def fitted(root: Path, module: Small, strategy: Any = None, **settings: Any) -> Small:
+    """Fit for an epoch in fp32 by our strategy, or by another."""
+    strategy = SmartInfinityStrategy(root / "storage") if strategy is None else strategy
+    options = {"max_epochs": 1, "precision": "32-true", "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+    quiet_trainer(root, strategy, **{**options, **settings}).fit(module)
+    return module
+
+
+def assert_as_in_memory(
+    root: Path,
+    make: Callable[[], Small],
+    strategy: Any = None,
+    *,
+    between: Callable[[Small], object] | None = None,
+    **settings: Any,
+) -> None:
+    """Assert that a fit sees what a fit in memory sees, and ends with the same weights, or two fits."""
+    ours, theirs = make(), make()
+    for folder, module, chosen in ((root / "ours", ours, strategy), (root / "theirs", theirs, "auto")):
+        fitted(folder, module, chosen, **settings)
+        if between is not None:
+            between(module)
+            fitted(folder, module, chosen, **settings)
+    assert len(ours.seen) > 2 and ours.seen == pytest.approx(theirs.seen, rel=1e-5)
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own.detach().clone(), other.detach())
+
+
+def changed(change: Callable[[Any], object], **hooks: Any) -> Callable[[], Small]:
+    """Return a function that makes a network and changes it."""
+
+    def make() -> Small:
+        module = Small(**hooks)
+        change(module)
+        return module
+
+    return make

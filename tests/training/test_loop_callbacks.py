@@ -92,8 +92,8 @@ def test_logging_and_monitors(tmp_path: Path) -> None:
             callbacks.LambdaCallback(on_train_epoch_end=lambda *_: seen.append("epoch")),
             callbacks.RichProgressBar(),
         ]
-        trainer, module = make(max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=watching), Logging(width=5)
-        # The progress bar is a callback. Quiet Trainers leave it out.
+        settings = {"enable_progress_bar": True, "log_every_n_steps": 1}  # the progress bar is a callback, too
+        trainer, module = make(max_epochs=2, logger=logger, callbacks=watching, **settings), Logging(width=5)
         trainer.fit(module)
         table = (root / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
         rows = [[float(cell) if cell else None for cell in line.split(",")] for line in table[1:]]
@@ -101,24 +101,7 @@ def test_logging_and_monitors(tmp_path: Path) -> None:
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         return table[0], rows, hyperparameters, metrics, seen, module.losses
 
-    def with_progress_bar(make: Any, root: Path) -> Any:
-        return scenario(partial(make, enable_progress_bar=True), root)
-
-    assert_like_plain_lightning(with_progress_bar, tmp_path)
-
-
-def test_device_stats_monitor_and_tqdm(tmp_path: Path) -> None:
-    """DeviceStatsMonitor and TQDMProgressBar run, and the statistics are logged."""
-    trainer = quiet_trainer(
-        tmp_path,
-        logger=CSVLogger(tmp_path, version=0),
-        log_every_n_steps=1,
-        enable_progress_bar=True,
-        callbacks=[callbacks.DeviceStatsMonitor(cpu_stats=True), callbacks.TQDMProgressBar()],
-    )
-    trainer.fit(Everything())
-    header = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
-    assert "DeviceStatsMonitor.on_train_batch_end" in header
+    assert_like_plain_lightning(scenario, tmp_path)
 
 
 class Built(Everything):
@@ -127,24 +110,15 @@ class Built(Everything):
     def __init__(self) -> None:
         super().__init__()
         del self.model
-        self.model: Any = None
 
     def configure_model(self) -> None:
-        if self.model is None:
-            self.model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10, bias=False))
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        return self.model(torch.ones(2, 30, dtype=self.model[0].weight.dtype)).square().mean()
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        return
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
+        if not hasattr(self, "model"):
+            self.model = RECIPE.build_model()
 
 
-@pytest.mark.parametrize("module", [Everything, Built])
-@pytest.mark.parametrize("summary", [callbacks.ModelSummary, callbacks.RichModelSummary])
+@pytest.mark.parametrize(
+    ("module", "summary"), [(Everything, callbacks.ModelSummary), (Built, callbacks.RichModelSummary)]
+)
 def test_model_summary_has_the_real_sizes(module: Any, summary: Any, tmp_path: Path) -> None:
     """The numbers of parameters and the megabytes are those of the unpartitioned model."""
 
@@ -205,49 +179,23 @@ def test_hooks_are_called_in_the_order_of_plain_lightning(accumulate: int, tmp_p
         assert f"module.{name}" in order and f"callback.{name}" in order
 
 
-class WithMomentum(Everything):
-    """A module that reads its optimizer's defaults and has no scheduler.
-
-    Args:
-        optimizer: Name of the optimizer, one of torch's.
-    """
-
-    def __init__(self, optimizer: str) -> None:
-        super().__init__(dataclasses.replace(RECIPE, groups=True, optimizer=optimizer, eps=None))
-        self.defaults: dict[str, Any] = {}
-
-    def on_train_start(self) -> None:
-        self.defaults = self.optimizers().defaults  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_rates_and_momenta_are_monitored_without_a_scheduler(optimizer: str, tmp_path: Path) -> None:
     """LearningRateMonitor logs what it logs with plain Lightning, and the optimizer has its defaults."""
+    recipe = dataclasses.replace(RECIPE, groups=True, optimizer=optimizer, eps=None)
 
     def scenario(make: Any, root: Path) -> Any:
         monitor = callbacks.LearningRateMonitor(log_momentum=True, log_weight_decay=True)
-        module = WithMomentum(optimizer)
-        logger = CSVLogger(root, version=0)
-        make(max_steps=2, callbacks=[monitor], logger=logger, log_every_n_steps=1).fit(module)
-        return monitor.lrs, monitor.last_momentum_values, monitor.last_weight_decay_values, module.defaults
+        logger, defaults = CSVLogger(root, version=0), []
+        note = callbacks.LambdaCallback(
+            on_train_start=lambda trainer, *_: defaults.append(trainer.optimizers[0].defaults)
+        )
+        make(max_steps=2, callbacks=[monitor, note], logger=logger, log_every_n_steps=1).fit(Everything(recipe))
+        return monitor.lrs, monitor.last_momentum_values, monitor.last_weight_decay_values, defaults
 
     rates, momenta, *_ = assert_like_plain_lightning(scenario, tmp_path)
     assert list(rates) == [f"lr-{optimizer}/pg1", f"lr-{optimizer}/pg2"]
     assert list(momenta.values()) == [0.9 if optimizer == "AdamW" else 0.0] * 2
-
-
-class Copying(pl.Callback):
-    """A callback that copies all callbacks, its own Trainer's progress bar included."""
-
-    def __init__(self) -> None:
-        self.copies: list[Any] = []
-        self.early_copies: list[Any] = []
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.early_copies.append(copy.deepcopy(trainer.callbacks))  # type: ignore[attr-defined]
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.copies.append(copy.deepcopy(trainer.callbacks))  # type: ignore[attr-defined]
 
 
 @pytest.mark.seam(
@@ -257,22 +205,26 @@ def test_callbacks_are_copied_within_a_fit(tmp_path: Path) -> None:
     """Copies are as with plain Lightning. Trainers that they refer to are copies, too, which share the one training."""
 
     def scenario(make: Any, root: Path) -> Any:
-        copying, module = Copying(), Everything()
-        keeper = callbacks.ModelCheckpoint(root / "kept")
+        early: list[Any] = []
+        late: list[Any] = []
+        copying = callbacks.LambdaCallback(
+            setup=lambda trainer, *_, **__: early.append(copy.deepcopy(trainer.callbacks)),
+            on_fit_start=lambda trainer, *_: late.append(copy.deepcopy(trainer.callbacks)),
+        )
+        keeper, module = callbacks.ModelCheckpoint(root / "kept"), Everything()
         settings = {"enable_checkpointing": True, "enable_progress_bar": True}
         trainer = make(max_steps=2, callbacks=[copying, keeper], **settings)
         trainer.validate(module, verbose=False)
         trainer.fit(module)
         trainer.fit_loop.epoch_loop.max_steps = 4
         trainer.fit(module)
-        for copies in copying.copies:
+        for copies in late:
             assert all(one is not other for one, other in zip(copies, trainer.callbacks, strict=True))
             (bar,) = (callback for callback in copies if isinstance(callback, callbacks.ProgressBar))
             assert bar.trainer is not trainer
             if isinstance(trainer.strategy, SmartInfinityStrategy):
                 assert (bar.trainer.strategy, bar.trainer.lightning_module) == (trainer.strategy, module)
-        every = [*copying.copies, *copying.early_copies]
-        return [[type(callback).__name__ for callback in copies] for copies in every], module.losses
+        return [[type(callback).__name__ for callback in copies] for copies in (*late, *early)], module.losses
 
     copies, _ = assert_like_plain_lightning(scenario, tmp_path)
     assert len(copies) == 5 and all("ModelCheckpoint" in each and each == copies[0] for each in copies)

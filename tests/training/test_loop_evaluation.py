@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
+from tests.helpers.plain import Everything, assert_like_plain_lightning
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
 from tests.training.predict_worker import WithoutParameters, predict_around_a_fit
@@ -60,34 +59,23 @@ def test_checkpoints_by_path_best_and_last(tmp_path: Path) -> None:
     assert torch.equal(last[2], fresh_last[2]) and not torch.equal(best[2], last[2])
 
 
-def test_loading_for_evaluation_does_not_touch_a_later_fit(tmp_path: Path) -> None:
-    """A fit after validating a checkpoint continues from the checkpoint's weights, as in plain Lightning."""
+class Counting(Everything):
+    """A module that counts its steps in a buffer."""
 
-    def scenario(make: Any, root: Path) -> Any:
-        first = make(max_epochs=1)
-        first.fit(Everything())
-        first.save_checkpoint(root / "a.ckpt")
-        trainer, module = make(max_epochs=1), Everything()
-        trainer.validate(module, ckpt_path=root / "a.ckpt", verbose=False)
-        trainer.fit(module)
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(module, ckpt_path=root / "a.ckpt")
-        return module.losses, trainer.global_step
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
 
-    assert_like_plain_lightning(scenario, tmp_path)
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
 
 
 def test_what_was_loaded_for_evaluation_is_what_is_saved(tmp_path: Path) -> None:
-    """A checkpoint saved after validate(ckpt_path=...) holds the loaded weights and buffers, as in plain Lightning."""
+    """A checkpoint saved after validate(ckpt_path=...) holds the loaded weights and buffers, as in plain Lightning.
 
-    class Counting(Everything):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(1))
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-            self.seen += 1
-            return super().training_step(batch, batch_idx)
+    A fit after it begins with them, and may load the checkpoint once more.
+    """
 
     def scenario(make: Any, root: Path) -> Any:
         trainer, module, fresh = make(max_steps=1), Counting(), Counting()
@@ -97,67 +85,52 @@ def test_what_was_loaded_for_evaluation_is_what_is_saved(tmp_path: Path) -> None
         trainer.fit(module)
         early = trainer.validate(module, ckpt_path=root / "early.ckpt", verbose=False)
         trainer.save_checkpoint(root / "saved.ckpt")
-        return early, make().validate(fresh, ckpt_path=root / "saved.ckpt", verbose=False), fresh.seen
+        again = make(max_epochs=1)
+        saved = again.validate(fresh, ckpt_path=root / "saved.ckpt", verbose=False)
+        again.fit(fresh)
+        again.fit_loop.max_epochs = 2
+        again.fit(fresh, ckpt_path=root / "early.ckpt")
+        return early, saved, fresh.seen, fresh.losses, again.global_step
 
-    early, saved, _ = assert_like_plain_lightning(scenario, tmp_path)
+    early, saved, *_ = assert_like_plain_lightning(scenario, tmp_path)
     assert saved == early
 
 
 def test_another_module_between_fits_leaves_the_first_ones_state_alone(tmp_path: Path) -> None:
     """Module A can still be saved after another module was validated, and a fit resumes from that checkpoint."""
-    recipe = dataclasses.replace(RECIPE, precision="bf16-mixed", max_steps=3)
-    trainer = quiet_trainer(tmp_path)
-    trainer.fit(Everything(recipe))
-    trainer.validate(Everything(recipe), verbose=False)
+    trainer, other, resumed = quiet_trainer(tmp_path), Everything(), Everything()
+    trainer.fit(Everything())
+    trainer.validate(Everything(), verbose=False)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    straight = Everything(recipe)
-    quiet_trainer(tmp_path / "straight", max_steps=4).fit(straight)
-    resumed = Everything(recipe)
     quiet_trainer(tmp_path / "resumed", max_steps=4).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
     trainer.fit_loop.epoch_loop.max_steps = 6
-    other = Everything(recipe)
     trainer.fit(other)
     assert trainer.global_step == 6 and len(other.losses) == 3
     assert len(resumed.losses) == 1
 
 
 def test_user_hooks_survive_evaluation(tmp_path: Path) -> None:
-    """The user's forward hooks run once per forward in fit and in evaluation, as in plain Lightning."""
+    """The user's forward hooks run once per forward in fit and in evaluation, as in plain Lightning.
+
+    Repeated fits and validations leave only the hooks of one engine.
+    """
 
     def scenario(make: Any, root: Path) -> Any:
-        module, calls = Everything(), [0]
-
-        def count(*_: Any) -> None:
-            calls[0] += 1
-
-        handle = module.model.norm.register_forward_hook(count)
+        module, calls = Everything(), []
+        handle = module.model.norm.register_forward_hook(lambda *_: calls.append(1))
         trainer = make(max_steps=2)
-        counted = []
+        counted, hooks = [], []
         for run in (trainer.fit, trainer.validate, trainer.fit):
             run(module)
-            counted.append(calls[0])
+            counted.append(len(calls))
+            hooks.append(sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules()))
             trainer.fit_loop.epoch_loop.max_steps = 4
         handle.remove()
         trainer.validate(module, verbose=False)
-        return counted, calls[0]
+        assert hooks[0] == hooks[-1]
+        return counted, len(calls)
 
     assert_like_plain_lightning(scenario, tmp_path)
-
-
-def test_engines_of_earlier_runs_leave_no_hooks(tmp_path: Path) -> None:
-    """Repeated fits and validations of one module leave only the hooks of one engine."""
-
-    def num_hooks() -> int:
-        modules = list(module.modules())
-        return sum(len(child._forward_hooks) + len(child._forward_pre_hooks) for child in modules)
-
-    trainer, module = quiet_trainer(tmp_path, max_steps=1), Everything()
-    trainer.fit(module)
-    after_one = num_hooks()
-    trainer.validate(module, verbose=False)
-    trainer.fit_loop.epoch_loop.max_steps = 2
-    trainer.fit(module)
-    assert num_hooks() == after_one
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])

@@ -84,33 +84,23 @@ PLACES = [
 
 @pytest.mark.parametrize("place", long_but(USUAL, PLACES))
 def test_an_exception_leaves_the_last_step(place: str, tmp_path: Path) -> None:
-    """The saved state resumes, the same Trainer continues, and no gradient of the interrupted window is left."""
+    """The saved state resumes, the same Trainer continues, and no gradient of the interrupted window is left.
+
+    The file of OnExceptionCheckpoint resumes, too.
+    """
 
     def scenario(make: Any, root: Path) -> Any:
-        trainer, module = make(max_epochs=1, accumulate_grad_batches=1), Breaking(place)
+        keeper = OnExceptionCheckpoint(root, filename="within")
+        trainer = make(max_epochs=1, accumulate_grad_batches=1, callbacks=[keeper], enable_checkpointing=True)
+        module, resumed = Breaking(place), [Everything(), Everything()]
         with pytest.raises(Broken):
             trainer.fit(module)
-        trainer.save_checkpoint(root / "broken.ckpt")
+        trainer.save_checkpoint(root / "after.ckpt")
         module.place = None
         trainer.fit(module)
-        resumed = Everything()
-        make(max_epochs=1).fit(resumed, ckpt_path=root / "broken.ckpt")
-        return module.losses, trainer.global_step, resumed.losses
-
-    assert_like_plain_lightning(scenario, tmp_path)
-
-
-def test_an_exception_saves_a_checkpoint(tmp_path: Path) -> None:
-    """The file of OnExceptionCheckpoint resumes as in plain Lightning."""
-
-    def scenario(make: Any, root: Path) -> Any:
-        keeper = OnExceptionCheckpoint(root, filename="broken")
-        trainer = make(max_epochs=1, callbacks=[keeper], enable_checkpointing=True)
-        with pytest.raises(Broken):
-            trainer.fit(Breaking("on_after_backward"))
-        resumed = Everything()
-        make(max_epochs=1).fit(resumed, ckpt_path=root / "broken.ckpt")
-        return resumed.losses
+        for again, name in zip(resumed, ("within", "after"), strict=True):
+            make(max_epochs=1).fit(again, ckpt_path=root / f"{name}.ckpt")
+        return module.losses, trainer.global_step, [again.losses for again in resumed]
 
     assert_like_plain_lightning(scenario, tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
 from tests.helpers.long_cases import long_but
-from tests.helpers.plain import RECIPE, Everything, assert_alike, assert_like_plain_lightning
+from tests.helpers.plain import (
+    RECIPE,
+    Everything,
+    assert_alike,
+    assert_fits_like_plain_lightning,
+    assert_like_plain_lightning,
+)
 from tests.helpers.trainers import quiet_trainer
 
 
@@ -121,32 +128,14 @@ def test_a_step_takes_its_gradients(module: type[Manual], tmp_path: Path) -> Non
     assert sum("Call optimizer.zero_grad() after each step." in str(each.message) for each in caught) == 1
 
 
-def by_module(module: Manual, optimizer: Any) -> None:
-    module.zero_grad()
-
-
-def by_module_to_zeros(module: Manual, optimizer: Any) -> None:
-    module.zero_grad(set_to_none=False)
-
-
-def by_optimizer_to_zeros(module: Manual, optimizer: Any) -> None:
-    optimizer.zero_grad(set_to_none=False)
-
-
-def by_optimizer_of_torch(module: Manual, optimizer: Any) -> None:
-    optimizer.optimizer.zero_grad()
-
-
-def by_hand(module: Manual, optimizer: Any) -> None:
-    for param in module.parameters():
-        param.grad = None
-
-
-def by_engine(module: Manual, optimizer: Any) -> None:
-    module.trainer.model.zero_grad()  # type: ignore[union-attr]
-
-
-RESETS = [by_module, by_module_to_zeros, by_optimizer_to_zeros, by_optimizer_of_torch, by_hand, by_engine]
+RESETS: dict[str, Callable[[Any, Any], object]] = {
+    "by the module": lambda module, optimizer: module.zero_grad(),
+    "by the module, to zeros": lambda module, optimizer: module.zero_grad(set_to_none=False),
+    "by the optimizer, to zeros": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
+    "by the optimizer of torch": lambda module, optimizer: optimizer.optimizer.zero_grad(),
+    "by hand": lambda module, optimizer: [setattr(param, "grad", None) for param in module.parameters()],
+    "by the engine": lambda module, optimizer: module.trainer.model.zero_grad(),
+}
 
 
 class Resetting(Manual):
@@ -172,16 +161,16 @@ class Resetting(Manual):
             self.reset(self, optimizer)
 
 
-@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("how", RESETS)
 @pytest.mark.parametrize("first", [True, False])
-def test_gradients_that_are_reset_in_any_way(reset: Any, first: bool, tmp_path: Path) -> None:
+def test_gradients_that_are_reset_in_any_way(how: str, first: bool, tmp_path: Path) -> None:
     """Nothing is warned of, and losses are plain Lightning's where that resets them in the same way."""
-    module = Resetting(reset, first=first)
+    module = Resetting(RESETS[how], first=first)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*zero_grad")
         quiet_trainer(tmp_path, precision="32-true", max_epochs=1).fit(module)
-    if reset is not by_engine:
-        plain = Resetting(reset, first=first)
+    if how != "by the engine":
+        plain = Resetting(RESETS[how], first=first)
         quiet_trainer(tmp_path, "auto", precision="32-true", max_epochs=1, use_distributed_sampler=False).fit(plain)
         assert_alike(module.losses, plain.losses)
 
@@ -219,34 +208,18 @@ class OwnClipping(Everything):
             self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
 
 
-CLIPS: list[dict[str, Any]] = [
-    {},
-    {"gradient_clip_val": 0.3},
-    {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
-]
-
-
-@pytest.mark.parametrize("settings", long_but(CLIPS[1:], CLIPS), ids=["none", "norm", "value"])
-def test_clipping_by_the_trainer(settings: dict[str, Any], tmp_path: Path, recwarn: Any) -> None:
-    """Clipping by norm, by value or not at all over windows of two equals plain Lightning."""
-
-    def scenario(make: Any, root: Path) -> Any:
-        trainer, module = make(max_epochs=2, accumulate_grad_batches=2, **settings), Everything()
-        trainer.fit(module)
-        return module.losses
-
-    assert_like_plain_lightning(scenario, tmp_path)
-
-
-def test_clipping_by_the_module(tmp_path: Path, recwarn: Any) -> None:
-    """configure_gradient_clipping clips as in plain Lightning, and no warning mentions clipping."""
-
-    def scenario(make: Any, root: Path) -> Any:
-        trainer, module = make(max_epochs=2), OwnClipping()
-        trainer.fit(module)
-        return module.losses
-
-    assert_like_plain_lightning(scenario, tmp_path)
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [
+        pytest.param(Everything, {}, id="none", marks=pytest.mark.long),
+        pytest.param(Everything, {"gradient_clip_val": 0.3}, id="norm"),
+        pytest.param(Everything, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, id="value"),
+        pytest.param(OwnClipping, {}, id="by the module"),
+    ],
+)
+def test_clipping_by_the_trainer(build: Any, settings: dict[str, Any], tmp_path: Path, recwarn: Any) -> None:
+    """Clipping by norm, by value, by a hook or not at all over windows of two equals plain Lightning, unwarned."""
+    assert_fits_like_plain_lightning(build, tmp_path, max_epochs=2, accumulate_grad_batches=2, **settings)
     assert not any("clip" in str(warning.message) for warning in recwarn)
 
 
@@ -259,13 +232,19 @@ class SkipsBatches(Everything):
 
 def test_a_training_step_that_returns_nothing_skips_its_batch(tmp_path: Path) -> None:
     """A skipped batch updates nothing, as in plain Lightning."""
+    assert_fits_like_plain_lightning(SkipsBatches, tmp_path, max_epochs=2)
 
-    def scenario(make: Any, root: Path) -> Any:
-        trainer, module = make(max_epochs=2), SkipsBatches()
-        trainer.fit(module)
-        return module.losses, trainer.global_step
 
-    assert_like_plain_lightning(scenario, tmp_path)
+class WithLoss(Everything):
+    """A module whose loss passes through an nn.Module of its own, and is returned in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.L1Loss()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": self.criterion(loss, torch.zeros_like(loss)), "extra": loss.detach()}
 
 
 def test_automatic_after_manual_in_one_trainer(tmp_path: Path) -> None:
@@ -280,20 +259,5 @@ def test_automatic_after_manual_in_one_trainer(tmp_path: Path) -> None:
 
 
 def test_hyperparameters_of_nn_modules_stay_theirs(tmp_path: Path) -> None:
-    """A module whose loss passes through an nn.Module of its own trains as in plain Lightning."""
-
-    class WithLoss(Everything):
-        def __init__(self) -> None:
-            super().__init__()
-            self.criterion = nn.L1Loss()
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return {"loss": self.criterion(loss, torch.zeros_like(loss)), "extra": loss.detach()}
-
-    def scenario(make: Any, root: Path) -> Any:
-        trainer, module = make(max_epochs=1), WithLoss()
-        trainer.fit(module)
-        return module.losses
-
-    assert_like_plain_lightning(scenario, tmp_path)
+    """It trains as in plain Lightning."""
+    assert_fits_like_plain_lightning(WithLoss, tmp_path, max_epochs=1)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_smartinfinity import SmartInfinityStrategy
 from tests.helpers.long_cases import long_but
-from tests.helpers.models import Tokens
 from tests.helpers.plain import Everything, assert_like_plain_lightning
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -77,37 +74,5 @@ def test_setting(name: str, tmp_path: Path) -> None:
         predicted = trainer.predict(module)
         progress = (trainer.global_step, trainer.current_epoch, trainer.num_training_batches)
         return module.losses, metrics, tested, predicted, progress, module.asked
-
-    assert_like_plain_lightning(scenario, tmp_path)
-
-
-def test_barebones(tmp_path: Path) -> None:
-    """Trainer(barebones=True) gives the same losses as plain Lightning."""
-    losses = []
-    for strategy in ("auto", SmartInfinityStrategy(tmp_path / "storage")):
-        module = Everything()
-        module.log = lambda *_, **__: None  # type: ignore[method-assign]
-        trainer = pl.Trainer(
-            barebones=True, strategy=strategy, accelerator="cpu", devices=1, max_steps=3, use_distributed_sampler=False
-        )
-        trainer.fit(module)
-        losses.append(module.losses)
-    assert losses[1] == pytest.approx(losses[0], rel=2e-4)
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    """A dataset of batches without a length."""
-
-    def __iter__(self) -> Any:
-        return iter(Tokens().data[:8].split(2))
-
-
-def test_a_loader_without_batch_sampler(tmp_path: Path) -> None:
-    """DataLoader(batch_size=None) over an iterable dataset of unknown length works as in plain Lightning."""
-
-    def scenario(make: Any, root: Path) -> Any:
-        trainer, module = make(max_epochs=2), Everything()
-        trainer.fit(module, DataLoader(Stream(), batch_size=None))
-        return module.losses, trainer.global_step
 
     assert_like_plain_lightning(scenario, tmp_path)

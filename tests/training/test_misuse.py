@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError, SmartInfinityStrategy, UnsupportedError
 from tests.helpers.long_cases import long_but
@@ -18,19 +17,13 @@ from tests.training.test_bad_input import assert_helpful
 RECIPE = Recipe(depth=1)
 
 
-class WithoutOptimizer(LitTiny):
-    """A module that returns nothing from configure_optimizers."""
-
-    def configure_optimizers(self) -> None:
-        pass
-
-
 @pytest.mark.seam("SmartInfinityStrategy says if `configure_optimizers` returned None", "_MockOptimizer of Lightning.")
 def test_saving_after_a_fit_that_failed_in_set_up(tmp_path: Path) -> None:
     """There is nothing to save, and nothing is written."""
-    trainer = quiet_trainer(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"WithoutOptimizer\.configure_optimizers returned None"):
-        trainer.fit(WithoutOptimizer(RECIPE))
+    trainer, module = quiet_trainer(tmp_path), LitTiny(RECIPE)
+    module.configure_optimizers = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError, match=r"LitTiny\.configure_optimizers returned None"):
+        trainer.fit(module)
     with pytest.raises(UnsupportedError) as caught:
         trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert_helpful(caught.value, "save_checkpoint", "trained nothing")
@@ -61,20 +54,11 @@ def test_another_strategy_after_ours(tmp_path: Path) -> None:
     assert fit(LitTiny(RECIPE), tmp_path, "auto", precision="32-true").global_step == 3
 
 
-class OneOptimizer(LitTiny):
-    """A module that returns the same optimizer to every fit."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.optimizer = recipe.build_optimizer(list(self.model.named_parameters()))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer
-
-
 def test_an_optimizer_used_for_a_second_fit(tmp_path: Path) -> None:
     """The first fit took its parameters. The error says so, and the first fit's state stays."""
-    module = OneOptimizer(RECIPE)
+    module = LitTiny(RECIPE)
+    optimizer = RECIPE.build_optimizer(list(module.model.named_parameters()))
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
     trainer = fit(module, tmp_path, max_steps=1)
     trainer.fit_loop.epoch_loop.max_steps = 2
     with pytest.raises(UnsupportedError) as caught:
@@ -83,30 +67,9 @@ def test_an_optimizer_used_for_a_second_fit(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "after.ckpt")
 
 
-def test_parameters_that_are_not_the_modules(tmp_path: Path) -> None:
-    """The error names group and shape, and nothing is written."""
-    module, stranger = LitTiny(RECIPE), torch.nn.Parameter(torch.ones(3, 5))
-    optimizer = torch.optim.AdamW([*module.parameters(), stranger])
-    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedError) as caught:
-        fit(module, tmp_path)
-    assert_helpful(caught.value, "group 0", "(3, 5)", "LitTiny")
-    assert not (tmp_path / "storage").exists()
-
-
-@pytest.mark.parametrize("lost", [torch.Tensor.detach, lambda loss: torch.tensor(1.0)])
-def test_a_loss_without_a_graph(lost: Any, tmp_path: Path) -> None:
-    """The error says what a loss is computed from; DeepSpeed would say that it is no scalar."""
-    module = LitTiny(RECIPE)
-    step = module.training_step
-    module.training_step = lambda *batch: lost(step(*batch))  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedError) as caught:
-        fit(module, tmp_path, max_steps=1)
-    assert_helpful(caught.value, "has no graph", "no_grad", "outputs")
-
-
-@pytest.mark.parametrize("run", ["fit", "validate", "test", "predict"])
-@pytest.mark.parametrize("full_weights", [False, True])
+@pytest.mark.parametrize(
+    ("run", "full_weights"), [("fit", False), ("fit", True), ("validate", True), ("test", False), ("predict", False)]
+)
 def test_a_checkpoint_that_is_missing(run: str, full_weights: bool, tmp_path: Path) -> None:
     """The error is ours and a FileNotFoundError, as with other strategies, and names the path."""
     missing = tmp_path / "missing.ckpt"

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_smartinfinity import UnsupportedError
 from tests.helpers.trainers import quiet_trainer
-from tests.training.small import Small
+from tests.training.small import Small, assert_as_in_memory, changed
 
 
 class Halved(Small):
@@ -58,19 +57,6 @@ class Looking(Small):
             self.seen.extend(float(param.norm()) for param in self.parameters())
 
 
-def results(tmp_path: Path, make: Callable[[], Small], **settings: Any) -> list[list[Any]]:
-    """Return what modules have seen that were fitted in memory and here."""
-    seen = []
-    for strategy in ("auto", None):
-        module = make()
-        trainer = quiet_trainer(
-            tmp_path / str(strategy), strategy, **{"precision": "32-true", "max_epochs": 2, **settings}
-        )
-        trainer.fit(module)
-        seen.append([*module.seen, *(float(param.detach().norm()) for param in module.parameters())])
-    return seen
-
-
 @pytest.mark.parametrize(
     ("make", "settings"),
     [
@@ -78,15 +64,14 @@ def results(tmp_path: Path, make: Callable[[], Small], **settings: Any) -> list[
         (Halved, {"accumulate_grad_batches": 2}),
         (InTwoParts, {}),
         (Clipped, {"gradient_clip_val": 0.05}),
-        (Looking, {"inference_mode": False, "num_sanity_val_steps": 0}),
+        (Looking, {"inference_mode": False}),
     ],
 )
 def test_an_overridden_method_does_what_it_does_in_memory(
     make: Callable[[], Small], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Losses, what the method sees and the weights at the end are equal."""
-    in_memory, here = results(tmp_path, make, **settings)
-    assert here == pytest.approx(in_memory, rel=1e-5)
+    assert_as_in_memory(tmp_path, make, max_epochs=2, **settings)
 
 
 class Passing(nn.Linear):
@@ -140,41 +125,20 @@ def test_a_checkpoint_with_storage_options_is_refused(tmp_path: Path) -> None:
         trainer.save_checkpoint(tmp_path / "one.ckpt", storage_options={"key": 1})
 
 
-LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "in order": lambda: DataLoader(torch.arange(40.0).view(20, 2), batch_size=4),  # type: ignore[arg-type]
-    "shuffled": lambda: DataLoader(torch.arange(40.0).view(20, 2), batch_size=4, shuffle=True),  # type: ignore[arg-type]
-    "weighted": lambda: DataLoader(
-        torch.arange(40.0).view(20, 2),  # type: ignore[arg-type]
-        batch_size=4,
-        sampler=WeightedRandomSampler([1.0] * 10 + [3.0] * 10, 12),
-    ),
+def of_data(**settings: Any) -> Any:
+    torch.manual_seed(5)
+    return DataLoader(torch.randn(20, 8), batch_size=4, **settings)  # type: ignore[arg-type]
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": of_data,
+    "shuffled": lambda: of_data(shuffle=True),
+    "weighted": lambda: of_data(sampler=WeightedRandomSampler([1.0] * 10 + [3.0] * 10, 12)),
 }
-
-
-class Batches(pl.LightningModule):
-    """Notes the batches that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-        self.batches: list[Any] = []
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        self.batches.append(batch.tolist())
-        return self.layer(batch).sum()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_one_process_sees_the_batches_of_its_loader(kind: str, tmp_path: Path) -> None:
     """Lightning would put a sampler for several processes into it, which shuffles."""
-    batches = []
-    for strategy in ("auto", None):
-        module, loader = Batches(), LOADERS[kind]()
-        trainer = quiet_trainer(tmp_path / str(strategy), strategy, precision="32-true", max_epochs=2)
-        torch.manual_seed(5)
-        trainer.fit(module, loader)
-        batches.append(module.batches)
-    assert batches[0] == batches[1]
+    make = changed(lambda module: setattr(module, "train_dataloader", LOADERS[kind]))
+    assert_as_in_memory(tmp_path, make, max_epochs=2, use_distributed_sampler=True)

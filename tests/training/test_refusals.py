@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.moe.experts import Experts
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import nn
 from torch.nn import functional
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, UnsupportedError
@@ -56,60 +58,52 @@ def test_no_buffers_for_parameters_on_storage(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def _expert_parameter(module: LitTiny) -> None:
-    module.model.side.weight.allreduce = False  # type: ignore[assignment]
+def optimized(module: LitTiny, *more: nn.Parameter) -> None:
+    """Let an optimizer train the module's parameters and more."""
+    params = [*module.parameters(), *more]
+    module.configure_optimizers = lambda: torch.optim.AdamW(params)  # type: ignore[method-assign]
 
 
-def _moe_layer(module: LitTiny) -> None:
-    from deepspeed.moe.experts import Experts
+def computing(module: LitTiny, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let each step return something else than its loss."""
+    step = module.training_step
+    module.training_step = lambda *batch: change(step(*batch))  # type: ignore[method-assign]
 
-    module.model.side = Experts(torch.nn.Linear(32, 32))  # type: ignore[assignment]
+
+def embedding_sparsely(module: LitTiny) -> None:
+    ones, table = torch.ones(2, dtype=torch.long), module.model.tokens.weight
+    computing(module, lambda _: functional.embedding(ones, table, sparse=True).sum())
 
 
-@pytest.mark.parametrize(
-    ("spoil", "named"),
-    [(_expert_parameter, "model.side.weight"), (_moe_layer, "deepspeed.moe")],
-    ids=["expert's parameter", "expert layer"],
-)
-def test_models_that_cannot_be_partitioned_are_refused(
-    spoil: Callable[[LitTiny], None], named: str, tmp_path: Path
-) -> None:
-    """The error names MoE layers and expert parameters. Nothing is written."""
-    strategy = SmartInfinityStrategy(tmp_path / "s")
-    module = LitTiny(Recipe())
-    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())  # type: ignore[method-assign]
-    spoil(module)
-    with pytest.raises(UnsupportedError) as caught:
-        fit(module, strategy, tmp_path)
-    assert_helpful(caught.value, named, "model.side")
-    assert not (tmp_path / "s").exists()
+BEFORE_TRAINING: dict[str, tuple[Callable[[LitTiny], object], tuple[str, ...]]] = {
+    "expert's parameter": (lambda m: setattr(m.model.side.weight, "allreduce", False), ("model.side.weight",)),
+    "expert layer": (lambda m: setattr(m.model, "side", Experts(nn.Linear(32, 32))), ("model.side", "deepspeed.moe")),
+    "a parameter given twice": (lambda m: optimized(m, m.model.side.weight), ("'model.side.weight'", "2 times")),
+    "another's parameter": (
+        lambda m: optimized(m, nn.Parameter(torch.ones(3, 5))),
+        ("group 0", "(3, 5)", "LitTiny"),
+    ),
+}
+IN_TRAINING: dict[str, tuple[Callable[[LitTiny], object], tuple[str, ...]]] = {
+    "a loss without a graph": (lambda m: computing(m, torch.Tensor.detach), ("has no graph", "no_grad", "outputs")),
+    "another loss": (lambda m: computing(m, lambda _: torch.tensor(1.0)), ("has no graph", "no_grad", "outputs")),
+    "sparse gradients at run time": (embedding_sparsely, ("tokens.weight", "sparse=False")),
+}
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_a_parameter_given_twice_is_refused(tmp_path: Path) -> None:
-    """Torch only warns of a duplicate in one group. Our error names the parameter, and nothing is written."""
-    module = LitTiny(Recipe())
-    params = [*module.parameters(), module.model.side.weight]
-    module.configure_optimizers = lambda: torch.optim.AdamW(params)  # type: ignore[method-assign]
+@pytest.mark.parametrize("name", [*BEFORE_TRAINING, *IN_TRAINING])
+def test_models_that_cannot_be_trained_are_refused(name: str, tmp_path: Path) -> None:
+    """The error names what is wrong. Nothing is written before training, and close() removes what was."""
+    spoil, named = {**BEFORE_TRAINING, **IN_TRAINING}[name]
+    strategy, module = SmartInfinityStrategy(tmp_path / "s"), LitTiny(Recipe(tied=False))
+    if name.startswith("expert"):
+        optimized(module)
+    spoil(module)
     with pytest.raises(UnsupportedError) as caught:
-        fit(module, SmartInfinityStrategy(tmp_path / "s"), tmp_path)
-    assert_helpful(caught.value, "'model.side.weight'", "2 times")
-    assert not (tmp_path / "s").exists()
-
-
-class SparseAtRunTime(LitTiny):
-    """A module whose forward, not its layers, asks for sparse gradients."""
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return functional.embedding(batch, self.model.tokens.weight, sparse=True).square().mean()
-
-
-def test_sparse_gradients_at_run_time_are_refused(tmp_path: Path) -> None:
-    """The first sparse gradient raises in backward and names its parameter. close() removes the state."""
-    strategy = SmartInfinityStrategy(tmp_path / "s")
-    with pytest.raises(UnsupportedError) as caught:
-        fit(SparseAtRunTime(Recipe(tied=False)), strategy, tmp_path)
-    assert_helpful(caught.value, "tokens.weight", "sparse=False")
+        fit(module, strategy, tmp_path)
+    assert_helpful(caught.value, *named)
+    assert (tmp_path / "s").exists() == (name in IN_TRAINING)
     strategy.close()
     assert not list((tmp_path / "s").rglob("*.bin"))
 
@@ -135,37 +129,28 @@ def test_several_optimizers_by_hand_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
-class CallRefused(pl.Callback):
-    """A callback that makes every call on engine and optimizer that is refused during training."""
-
-    def __init__(self) -> None:
-        self.refused: dict[str, UnsupportedError] = {}
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        engine: Any = trainer.strategy.model
-        optimizer = engine.optimizer
-        calls: dict[str, Callable[[], Any]] = {
-            "engine.offload_states": engine.offload_states,
-            "engine.reload_states": engine.reload_states,
-            "optimizer.offload_states": optimizer.offload_states,
-            "optimizer.reload_states": lambda: optimizer.reload_states(non_blocking=True),
-            "optimizer.add_param_group": lambda: trainer.optimizers[0].add_param_group({"params": []}),
-        }
-        for name, call in calls.items():
-            with pytest.raises(UnsupportedError) as caught:
-                call()
-            self.refused[name] = caught.value
-
-
 def test_calls_that_would_move_or_extend_the_state_are_refused(tmp_path: Path) -> None:
     """offload_states, reload_states and add_param_group raise, and training continues unchanged."""
-    callback, recipe = CallRefused(), Recipe(max_steps=2)
-    module, undisturbed = LitTiny(recipe), LitTiny(recipe)
-    for trained, callbacks in ((module, [callback]), (undisturbed, [])):
+
+    def call(trainer: Any, *_: Any) -> None:
+        engine = trainer.strategy.model
+        calls: dict[str, Callable[[], Any]] = {
+            "offload_states": engine.offload_states,
+            "reload_states": engine.reload_states,
+            "optimizer.offload_states": engine.optimizer.offload_states,
+            "optimizer.reload_states": lambda: engine.optimizer.reload_states(non_blocking=True),
+            "add_param_group": lambda: trainer.optimizers[0].add_param_group({"params": []}),
+        }
+        for name, refused in calls.items():
+            with pytest.raises(UnsupportedError) as caught:
+                refused()
+            assert_helpful(caught.value, name.split(".")[-1])
+        called.append(trainer.global_step)
+
+    called: list[int] = []
+    module, undisturbed = LitTiny(Recipe(max_steps=2)), LitTiny(Recipe(max_steps=2))
+    for trained, callbacks in ((module, [LambdaCallback(on_train_batch_end=call)]), (undisturbed, [])):
         strategy = SmartInfinityStrategy(tmp_path / "s")
         fit(trained, strategy, tmp_path, max_steps=2, callbacks=callbacks)
         strategy.close()
-    assert len(callback.refused) == 5
-    for name, error in callback.refused.items():
-        assert_helpful(error, name.split(".")[1])
-    assert module.losses == undisturbed.losses
+    assert called == [1, 2] and module.losses == undisturbed.losses
