@@ -18,16 +18,13 @@ LONG = pytest.mark.long
 # By situation: what the error says of rank 0 and of rank 1, as regular expressions.
 SITUATIONS = {
     "TrainingStreams": (r"in a .*, after step 2", r"in a .* in on_validation_start, .*, after step 2"),
-    "ValidationStreams": (r"gather of 'net.0.weight', 'net.0.bias' for module 'net.0', in validation_step", "in a"),
-    "ForwardInHook": ("after step 4", "in a .*after step 4"),
-    "ForwardAtEnd": ("ended its training", r"gather of 'net.0.weight'.*:\d+ \(on_train_end\)"),
+    "ForwardAtEnd": ("ended its training", r"gather of 'net.0.weight'.*:\d+ \(<lambda>\)"),
     "ExtraBackward": (r"\(training_step\), after step 1", r"gather of 'net.0.weight'.*\(training_step\), after step 1"),
-    "GatheredOnOne": ("training_epoch_loop.advance", r"gather of 'net.0.weight'.*\(on_train_batch_end\), after step 1"),
-    "ReadOnOne": ("training_epoch_loop.advance", r"in a gather in on_train_batch_end, .*\(on_train_batch_end\), after"),
-    "WrittenOnOne": (r"in a gather in on_validation_end, .*\(on_validation_end\)", "in a"),
-    "SavedOnOne": ("after step 4", r"\(on_train_epoch_end\), after step 4"),
+    "ReadOnOne": ("training_epoch_loop.advance", r"in a gather in on_train_batch_end, .*\(<lambda>\), after"),
+    "WrittenOnOne": (r"in a gather in on_validation_end, .*\(<lambda>\)", "in a"),
+    "SavedOnOne": ("after step 4", r"\(<lambda>\), after step 4"),
     "GeneratedApart": ("in a", r"gather of 'llama.* for module 'llama.*\(generate\)"),
-    "Busy": ("has waited for .* in a", r"has joined no collective for .*\(on_train_batch_end\), after step 1"),
+    "Busy": ("has waited for .* in a", r"has joined no collective for .*\(<lambda>\), after step 1"),
     "loop": (r"has joined no collective for .*\(loop\), after step 3", r"in a .*\(loop\), after step 3"),
 }
 USUAL = ("TrainingStreams", "ForwardAtEnd", "ReadOnOne", "WrittenOnOne", "GeneratedApart", "Busy")

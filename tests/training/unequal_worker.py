@@ -1,6 +1,6 @@
 """Two ranks of which one does something else: ``python -m tests.training.unequal_worker FOLDER SITUATION [unwatched]``.
 
-SITUATION is ``loop``, or the name of a class below. A rank that gets through prints ``done``.
+SITUATION is ``loop``, a key of :data:`HOOKS`, or the name of a class below. A rank that gets through prints ``done``.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
@@ -44,7 +43,7 @@ class Numbers(IterableDataset[torch.Tensor]):
 class Equal(pl.LightningModule):
     """All ranks do the same."""
 
-    fewer, fewer_validated = 0, 0
+    fewer = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,27 +68,13 @@ class Equal(pl.LightningModule):
         return DataLoader(Numbers(self.fewer), batch_size=2)
 
     def val_dataloader(self) -> DataLoader[torch.Tensor]:
-        return DataLoader(Numbers(self.fewer_validated), batch_size=2)
+        return DataLoader(Numbers(0), batch_size=2)
 
 
 class TrainingStreams(Equal):
     """Rank 1 has two batches fewer in an epoch."""
 
     fewer = 4
-
-
-class ValidationStreams(Equal):
-    """Rank 1 has two batches fewer to validate."""
-
-    fewer_validated = 4
-
-
-class ForwardInHook(Equal):
-    """Rank 1 runs a forward after an epoch."""
-
-    def on_train_epoch_end(self) -> None:
-        if self.is_alone:
-            self.net(torch.ones(1, 8))
 
 
 class ExtraBackward(Equal):
@@ -105,68 +90,11 @@ class ExtraBackward(Equal):
         optimizer.zero_grad()
 
 
-class GatheredOnOne(Equal):
-    """Rank 1 alone gathers parameters after a batch."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.is_alone:
-            with deepspeed.zero.GatheredParameters(list(self.net.parameters())):
-                pass
-
-
-class ReadOnOne(Equal):
-    """Rank 1 alone reads a parameter."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.is_alone:
-            self.net[0].weight.norm()
-
-
-class WrittenOnOne(Equal):
-    """Rank 0 alone writes a parameter that validation has left whole."""
-
-    def on_validation_end(self) -> None:
-        if not self.is_alone:
-            self.net[0].bias.data.mul_(0.5)
-
-
 class ReadDifferently(Equal):
     """Each rank reads another parameter."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.net[2 * self.global_rank].weight.norm()
-
-
-class SavedOnOne(Equal):
-    """Rank 1 alone saves a checkpoint."""
-
-    def on_train_epoch_end(self) -> None:
-        if self.is_alone:
-            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "alone.ckpt")
-
-
-class Busy(Equal):
-    """Rank 1 works on something else for longer than the limit."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.is_alone:
-            time.sleep(3 * LIMIT)
-
-
-class ForwardAtEnd(Equal):
-    """Rank 1 runs a forward when the other one ends its training."""
-
-    def on_train_end(self) -> None:
-        if self.is_alone:
-            self.net(torch.ones(1, 8))
-
-
-class Slow(Equal):
-    """Rank 1 is slow, but within the limit, for longer than that in all."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.is_alone:
-            time.sleep(LIMIT / 3)
 
 
 class SlowSave(Equal):
@@ -209,6 +137,36 @@ class GeneratedApart(Generated):
     synced = False
 
 
+HOOKS: dict[str, tuple[str, int, Callable[[Any], object]]] = {
+    "ReadOnOne": ("on_train_batch_end", 1, lambda module: module.net[0].weight.norm()),
+    "WrittenOnOne": ("on_validation_end", 0, lambda module: module.net[0].bias.data.mul_(0.5)),
+    "SavedOnOne": (
+        "on_train_epoch_end",
+        1,
+        lambda module: module.trainer.save_checkpoint(f"{module.trainer.default_root_dir}/alone.ckpt"),
+    ),
+    "Busy": ("on_train_batch_end", 1, lambda module: time.sleep(3 * LIMIT)),
+    "ForwardAtEnd": ("on_train_end", 1, lambda module: module.net(torch.ones(1, 8))),
+    "Slow": ("on_train_batch_end", 1, lambda module: time.sleep(LIMIT / 3)),
+}
+"""Situations of one rank alone: a hook, the rank, and what it does there."""
+
+
+def module_of(situation: str) -> Equal:
+    """Return the module of a situation."""
+    if situation not in HOOKS:
+        module: Equal = globals()[situation]()
+        return module
+    module, (hook, rank, act) = Equal(), HOOKS[situation]
+
+    def on_one(*_: Any) -> None:
+        if module.global_rank == rank:
+            act(module)
+
+    setattr(module, hook, on_one)
+    return module
+
+
 def loop(folder: Path) -> None:
     """Train in a loop of Fabric's, with a batch more on rank 1."""
     strategy = SmartInfinityFabricStrategy(folder / "storage", collective_timeout=LIMIT)
@@ -229,7 +187,7 @@ def fit(folder: Path, situation: str, limit: float | None) -> None:
     zero = {f"stage3_{key}": 0 for key in keys}
     strategy = SmartInfinityStrategy(folder / "storage", collective_timeout=limit, zero=zero)
     trainer = quiet_trainer(folder, strategy, devices=2, max_epochs=2, num_sanity_val_steps=0, precision="32-true")
-    trainer.fit(globals()[situation]())
+    trainer.fit(module_of(situation))
     if situation == "ForwardAtEnd":
         time.sleep(4 * LIMIT)
     groups = distributed_c10d._world.pg_map
