@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hls.description import EMULATED, SMARTSSD
-from hls.xclbin import xclbin
 from lightning_smartinfinity import SmartSSDConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.devices.smartssd import CardRing, CardSetup, SmartSSDDevice, kernel_of
 from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin
-from tests.pipeline.harness import Run, assert_equal
+from tests.pipeline.harness import Case, Run, assert_equal, running
 
-__all__ = ["OPTIMIZERS", "cards", "setup_of", "same_as_host", "settled_host", "state_files", "write_xclbin"]
+__all__ = ["OPTIMIZERS", "beside_host", "cards", "same_as_host", "settled_host", "setup_of", "state_files"]
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -118,8 +118,19 @@ def same_as_host(run: Run, host: Run) -> None:
         assert mine == theirs
 
 
-def write_xclbin(folder: Path) -> Path:
-    """Write the xclbin for tests and return its path."""
-    path = folder / "kernels.xclbin"
-    path.write_bytes(xclbin(EMULATED))
-    return path
+@contextmanager
+def beside_host(folder: Path, case: Case, path: Path, **settings: Any) -> Iterator[tuple[Run, Run]]:
+    """Yield a run on cards and one on the host, which must be equal at the end.
+
+    Args:
+        folder: Folder of both.
+        case: Their settings.
+        path: Path of the xclbin.
+        **settings: See :func:`setup_of`.
+    """
+    with (
+        running(folder / "card", case, device=cards(path, **settings)) as run,
+        running(folder / "host", case, device=settled_host) as host,
+    ):
+        yield run, host
+        same_as_host(run, host)

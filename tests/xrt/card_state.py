@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,26 +12,22 @@ import numpy as np
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.common.update_rules import RULES
+from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
+from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding
 from lightning_smartinfinity.native import Batch, Card, CardOptions, Failure, Operation, Pipeline, StateFile
+from tests.helpers.card_runs import setup_of
 from tests.helpers.update_rules import ARRAYS
 from tests.native.stored import Array, Run, StoredState, align, takes_direct
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.python_binding import ApiBinding
 
-__all__ = ["BINDINGS", "CardCase", "CardState", "card_state", "kernel_of"]
+__all__ = ["CardCase", "CardState", "bound", "card_state"]
 
 _KERNELS = {getattr(native, rule.step): rule.kernel for rule in RULES}
 
-BINDINGS: dict[str, Callable[[EmulatedCards, int], Card]] = {
-    "xrt": lambda cards, index: Card.open(index, xclbin=str(cards.build.xclbin)),
-    "python": lambda cards, index: Card(ApiBinding(index, cards.build.xclbin)),
-}
-"""Ways to open a card."""
 
-
-def kernel_of(step: object) -> str:
-    """Return the name of the kernel of a step's rule."""
-    return _KERNELS[type(step)]
+def bound(cards: EmulatedCards, card: int = 0) -> PyxrtBinding:
+    """Return Python's binding of a card, whose calls a test can change. The module pyxrt has to be there."""
+    return PyxrtBinding(emulated_card(card), setup_of(1, cards.build.xclbin).xclbin, num_cards=1)
 
 
 @dataclass
@@ -95,12 +91,11 @@ class CardCase:
 
     Args:
         tasklet_numel: Elements of all tasklets but the last; 0 means that there is one tasklet.
-        binding: One of :data:`BINDINGS`.
+        binding: How the card is called; None: by XRT's library.
         card: Which card.
         gradient_buffer_bytes: As in CardOptions; 0 means enough for fp32.
         parameter_bytes: Likewise.
         timeout_ms: As in CardOptions.
-        dram_bytes: Likewise.
         through_file: Whether gradients go through a file.
         gradient_path: An existing file that gradients go through instead.
         num_buffers: Number of the pipeline's buffers.
@@ -108,12 +103,11 @@ class CardCase:
     """
 
     tasklet_numel: int = 0
-    binding: str = "xrt"
+    binding: PyxrtBinding | None = None
     card: int = 0
     gradient_buffer_bytes: int = 0
     parameter_bytes: int = 0
     timeout_ms: int = 60_000
-    dram_bytes: int | None = None
     through_file: bool = False
     gradient_path: Path | None = None
     num_buffers: int = 3
@@ -150,30 +144,18 @@ def card_state(
         (folder / name).mkdir(parents=True)
         sides.append(StoredState(folder / name, numel, tasklet_numel=case.tasklet_numel, num_arrays=num_arrays))
     stored, host = sides
-    opened = BINDINGS[case.binding](cards, case.card)
-    pipeline = _pipeline(stored, _options(folder, opened, kernel_of(step), stored, case), case)
-    opened.close()
-    with stored, host:
-        yield CardState(stored, host, pipeline)
-        pipeline.close()
-
-
-def _options(folder: Path, card: Card, kernel: str, stored: StoredState, case: CardCase) -> CardOptions:
+    opened = Card(case.binding) if case.binding else Card.open(case.card, xclbin=str(cards.build.xclbin))
     largest = align(4 * stored.tasklet_numel)
     gradient_buffer_bytes = case.gradient_buffer_bytes or largest
-    return CardOptions(
-        card=card,
-        kernel=kernel,
+    options = CardOptions(
+        card=opened,
+        kernel=_KERNELS[type(step)],
         gradient_buffer_bytes=gradient_buffer_bytes,
         parameter_bytes=case.parameter_bytes or largest,
         timeout_ms=case.timeout_ms,
-        dram_bytes=case.dram_bytes,
         gradient_file=case.gradient_file(folder, gradient_buffer_bytes),
     )
-
-
-def _pipeline(stored: StoredState, options: CardOptions, case: CardCase) -> Pipeline:
-    return Pipeline(
+    pipeline = Pipeline(
         files=stored.files,
         identity=stored.identity,
         buffer_bytes=stored.extent_bytes,
@@ -181,3 +163,7 @@ def _pipeline(stored: StoredState, options: CardOptions, case: CardCase) -> Pipe
         compute_threads=case.compute_threads,
         card=options,
     )
+    opened.close()
+    with stored, host:
+        yield CardState(stored, host, pipeline)
+        pipeline.close()

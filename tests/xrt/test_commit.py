@@ -13,7 +13,7 @@ from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME
 from lightning_smartinfinity.storage.state import commit_record as record
 from lightning_smartinfinity.storage.state import state_store
-from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.card_runs import beside_host, cards
 from tests.helpers.runif import RunIf
 from tests.pipeline.harness import Case, Run, assert_equal, running
 from tests.xrt.cards import EmulatedCards
@@ -58,33 +58,24 @@ def watch(run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watched], lis
     return watched, events
 
 
-def step_of_all(run: Run, number: int) -> None:
-    """Run a step in which every tasklet is written."""
-    plan = run.collect(number)
-    plan.active[:] = True
-    run.handler.begin_step(plan)
-    run.handler.commit()
-
-
 def test_one_record_after_every_flush(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file is flushed when all of its extents are written; then the one record is written and flushed."""
     with running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin)) as run:
         _, events = watch(run, monkeypatch)
-        step_of_all(run, 1)
+        plan = run.collect(1)
+        plan.active[:] = True  # every tasklet is written
+        run.handler.begin_step(plan)
+        run.handler.commit()
         assert events == ["flush 0", "flush 1", "record in disk0, flushed"]
         assert [path.parts[-4] for path in tmp_path.rglob(COMMIT_NAME)] == ["disk0"]
 
 
 def test_a_flush_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose flush fails is not committed; the step before stays current, also after a crash."""
-    with (
-        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
-        running(tmp_path / "host", CASE, device=settled_host) as host,
-    ):
+    with beside_host(tmp_path, CASE, emulated_cards.build.xclbin) as (run, host):
         run.step(0)
-        host.step(0)
         files, events = watch(run, monkeypatch)
         before, generation, content = run.state(), run.store.generation, commit_record(run)
         files[1].fails = True
@@ -97,8 +88,7 @@ def test_a_flush_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monke
         assert_equal(run.state(), before)
         files[1].fails = False
         run.step(1)
-        host.step(1)
-        same_as_host(run, host)
+        host.steps([0, 1])
         assert run.store.generation == generation + 1 and commit_record(run) != content
 
 

@@ -1,8 +1,15 @@
-"""Tests the emulated SmartSSD itself, through XRT's C API: memory, runs and guards."""
+"""The emulated SmartSSD shows what a test would miss on a sound one: missing syncs, bad pointers, late and slow runs.
+
+Tests of the device count each kind of fault and find the same bits after it.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -10,7 +17,8 @@ import pytest
 from hls.description import SMARTSSD, ComputeUnit, Design, Kernel
 from hls.xclbin import xclbin
 from tests.helpers.runif import RunIf
-from tests.xrt.api import Device, Flags, State, XrtError, opened
+from tests.helpers.waiting import join
+from tests.xrt.api import Buffer, Device, Flags, Run, State, XrtError
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.probe import BEATS, BYTES, PROBE_DESIGN, Probe, floats
 
@@ -19,40 +27,25 @@ pytestmark = RunIf(xrt=True)
 DEVICE_POISON, HOST_POISON = 0xA5, 0x5A
 
 
-def test_run_computes_in_the_cards_memory(probe: Probe) -> None:
-    """A P2P buffer needs no sync; other outputs appear in the host's memory by a sync."""
+def test_missing_syncs_show(emulated_cards: EmulatedCards, probe: Probe) -> None:
+    """A P2P buffer needs no sync. Other outputs are gone from the host's memory as soon as the card has new ones.
+
+    The card counts the syncs. A kernel reads the card's memory, whatever the host's memory says.
+    """
+    emulated_cards.reset()
     assert probe.run().wait() is State.COMPLETED
     probe.parameter.download()
-    assert (floats(probe.data) == 3).all()
-    assert (floats(probe.parameter) == 1.5).all()
-
-
-def test_part_of_a_buffer_is_a_buffer(probe: Probe) -> None:
-    """A kernel runs on a part of a buffer, as for arrays that lie behind each other in a ring."""
-    ring = probe.buffer(3 * BYTES, Flags.P2P)
-    part = ring.part(BYTES, BYTES)
-    floats(ring)[:] = 5
-    assert part.address == ring.address + BYTES
-    assert probe.run(data=part).wait() is State.COMPLETED
-    assert (floats(ring).reshape(3, -1) == [[5], [7], [5]]).all()
-    part.free()
-
-
-def test_compute_units_flush_subnormals(probe: Probe) -> None:
-    """A subnormal product of two normal numbers is zero on the card, as for its operators, but not on the host."""
-    assert probe.run(last=0).wait() is State.COMPLETED
-    probe.status.download()
-    assert (floats(probe.status) == 0).all()
-    assert np.float32(1e-30) * np.float32(1e-10) > 0
-
-
-def test_other_banks_and_host_memory_are_refused(probe: Probe) -> None:
-    """The card has one bank, and cannot reach the host's memory."""
-    assert probe.device.group("probe:{probe_1}", 0) == 0
-    with pytest.raises(XrtError):
-        probe.device.allocate(BYTES, bank=1)
-    with pytest.raises(XrtError):
-        probe.device.allocate(BYTES, Flags.HOST_ONLY)
+    assert (floats(probe.data) == 3).all() and (floats(probe.parameter) == 1.5).all()
+    probe.run(last=BEATS // 2).wait()
+    changed, same = np.split(probe.parameter.map(), 2)
+    assert (changed == HOST_POISON).all() and (same.view(np.float32) == 1.5).all()
+    probe.parameter.download(BYTES // 2, BYTES // 4)
+    names = ("runs_begun", "runs_completed", "syncs_to", "bytes_to", "syncs_from", "bytes_from")
+    assert [emulated_cards.counter(name) for name in names] == [2, 2, 0, 0, 2, BYTES + BYTES // 2]
+    forgotten = probe.buffer(BYTES)
+    floats(forgotten)[:] = 2
+    assert probe.run(gradient=forgotten).wait() is State.COMPLETED
+    assert (floats(probe.data).reshape(2, -1) == [[5], [3]]).all()
 
 
 def test_memory_is_poisoned_at_every_allocation(probe: Probe) -> None:
@@ -67,124 +60,169 @@ def test_memory_is_poisoned_at_every_allocation(probe: Probe) -> None:
     assert addresses[0] == addresses[1]
 
 
-def test_missing_sync_to_the_card_shows(probe: Probe) -> None:
-    """The kernel reads the card's memory, whatever the host's memory says."""
-    forgotten = probe.buffer(BYTES)
-    floats(forgotten)[:] = 2
-    assert probe.run(gradient=forgotten).wait() is State.COMPLETED
-    assert not (floats(probe.data) == 3).any()
+def past(short: str) -> Callable[[Probe, Buffer], Run]:
+    """Return a function that runs one beat past this buffer."""
+
+    def run(probe: Probe, ring: Buffer) -> Run:
+        longer = {name: probe.buffer(2 * BYTES) for name in {"gradient", "data", "parameter"} - {short}}
+        assert probe.run(**longer).wait() is State.COMPLETED
+        return probe.run(last=BEATS + 1, **longer)
+
+    return run
 
 
-def test_missing_sync_from_the_card_shows(probe: Probe) -> None:
-    """An earlier result is gone from the host's memory as soon as the card has another."""
-    probe.run().wait()
-    probe.parameter.download()
-    probe.run(last=BEATS // 2).wait()
-    changed, same = np.split(probe.parameter.map(), 2)
-    assert (changed == HOST_POISON).all()
-    assert (same.view(np.float32) == 1.5).all()
-    probe.parameter.download()
-    assert (floats(probe.parameter).reshape(2, -1) == [[2.5], [1.5]]).all()
-
-
-@pytest.mark.parametrize(("short", "pointer"), [("gradient", 0), ("data", 1), ("parameter", 3)])
-def test_beat_past_its_buffer_is_an_error(
-    emulated_cards: EmulatedCards, probe: Probe, short: str, pointer: int
-) -> None:
-    """A beat read or written past its buffer is an error that names the kernel's pointer, and the process goes on."""
-    longer = {name: probe.buffer(2 * BYTES) for name in {"gradient", "data", "parameter"} - {short}}
-    assert probe.run(last=BEATS, **longer).wait() is State.COMPLETED
-    assert probe.run(last=BEATS + 1, **longer).wait() is State.ERROR
-    assert f"pointer {pointer}" in _reason(emulated_cards) and "past its buffer" in _reason(emulated_cards)
-    assert probe.run(last=BEATS, **longer).wait() is State.COMPLETED
-
-
-def test_beat_past_a_buffer_that_ends_within_a_page_is_an_error(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """Status beats and short gradients are guarded, too."""
-    short = probe.buffer(BYTES - 64)
-    assert probe.run(parameter=short, last=BEATS - 1).wait() is State.COMPLETED
-    short.download()
-    assert (floats(short) == 1.5).all()
-    assert probe.run(parameter=short, last=BEATS).wait() is State.ERROR
-    assert "pointer 3" in _reason(emulated_cards)
-
-
-def test_array_ends_where_the_next_one_begins(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """A kernel that runs into the next array of the same allocation ends in an error that names its pointer."""
-    ring = probe.buffer(3 * BYTES, Flags.P2P)
+def past_an_array(probe: Probe, ring: Buffer) -> Run:
     data, parameter = ring.part(BYTES, 0), ring.part(2 * BYTES, BYTES)
-    gradient = probe.buffer(2 * BYTES)
-    floats(ring)[:] = 1
-    assert probe.run(gradient=gradient, data=data, parameter=parameter, last=BEATS + 1).wait() is State.ERROR
-    assert "pointer 1" in _reason(emulated_cards)
+    run = probe.run(gradient=probe.buffer(2 * BYTES), data=data, parameter=parameter, last=BEATS + 1)
     data.free()
     parameter.free()
+    return run
 
 
-def test_unaligned_pointer_is_an_error(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """Memory ports move whole beats, so an unaligned pointer is an error."""
-    whole = probe.buffer(2 * BYTES)
-    part = whole.part(BYTES, 32)
-    assert probe.run(parameter=part).wait() is State.ERROR
-    assert "not 64-byte aligned" in _reason(emulated_cards)
+def unaligned(probe: Probe, ring: Buffer) -> Run:
+    part = ring.part(BYTES, 32)
+    run = probe.run(parameter=part)
     part.free()
+    return run
 
 
-def test_pointer_to_freed_memory_is_an_error(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """XRT passes on any address, so the card has to find a pointer to freed memory."""
+def freed(probe: Probe, ring: Buffer) -> Run:
     buffer = probe.device.allocate(BYTES)
     run = probe.prepare(parameter=buffer)
     buffer.free()
     run.start()
-    assert run.wait() is State.ERROR
-    assert "lies in no buffer" in _reason(emulated_cards)
+    return run
 
 
-def test_an_xclbin_with_a_kernel_that_was_not_compiled_is_refused(
-    emulated_cards: EmulatedCards, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("begin", "reason"),
+    [
+        (past("gradient"), "pointer 0 .*past its buffer"),
+        (past("data"), "pointer 1 .*past its buffer"),
+        (past("parameter"), "pointer 3 .*past its buffer"),
+        # It ends within a page, as status beats and short gradients do.
+        (lambda probe, ring: probe.run(parameter=probe.buffer(BYTES - 64)), "pointer 3"),
+        (past_an_array, "pointer 1"),
+        (unaligned, "not 64-byte aligned"),
+        (freed, "lies in no buffer"),
+    ],
+)
+def test_bad_pointers(
+    emulated_cards: EmulatedCards, probe: Probe, begin: Callable[[Probe, Buffer], Run], reason: str
 ) -> None:
-    """Loading fails and names the missing kernel, even beside one that is there; the card keeps what it had loaded."""
+    """A beat outside of a pointer's buffer is an error that names the pointer, and the process goes on."""
+    assert begin(probe, probe.buffer(3 * BYTES, Flags.P2P)).wait() is State.ERROR
+    assert re.search(reason, " ".join(emulated_cards.events("run-end")[-1].fields[3:]))
+    assert probe.run().wait() is State.COMPLETED
+
+
+def test_xclbins_that_are_refused(
+    emulated_cards: EmulatedCards, devices: list[Device], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Loading fails for a kernel that was not compiled, and while there are buffers of another xclbin."""
     absent = ComputeUnit(Kernel("absent", 9, ("data",), ("scale",)), "absent_1")
     path = tmp_path / "absent.xclbin"
     path.write_bytes(xclbin(Design(SMARTSSD.platform, (PROBE_DESIGN.compute_units[0], absent))))
-    with opened(0, emulated_cards.build.probe_xclbin) as device:
-        with pytest.raises(XrtError):
-            device.load(path)
-        assert "the library of kernels has no absent" in capfd.readouterr().err
-        device.load(emulated_cards.build.probe_xclbin)  # only XRT has forgotten it
-        probe = Probe(device)
-        assert probe.run().wait() is State.COMPLETED
-        probe.free()
-
-
-def test_another_xclbin_is_refused_while_there_are_buffers(
-    emulated_cards: EmulatedCards, probe: Probe, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Another xclbin would not know the buffers' addresses, so it is refused."""
     with pytest.raises(XrtError):
-        probe.device.load(emulated_cards.build.xclbin)
+        devices[0].load(path)
+    assert "the library of kernels has no absent" in capfd.readouterr().err
+    devices[0].load(emulated_cards.build.probe_xclbin)  # only XRT has forgotten it
+    buffer = devices[0].allocate(BYTES)
+    with pytest.raises(XrtError):
+        devices[0].load(emulated_cards.build.xclbin)
     assert "the card holds buffers of another xclbin" in capfd.readouterr().err
+    buffer.free()
 
 
-def test_machine_has_as_many_cards_as_are_set(emulated_cards: EmulatedCards) -> None:
-    """Opening one card more than are set fails."""
-    with pytest.raises(XrtError):
-        Device(2, emulated_cards.build.probe_xclbin)
+def test_runs_of_a_unit_wait_for_each_other(emulated_cards: EmulatedCards, probe: Probe) -> None:
+    """They do not wait for those of the other unit, nor do syncs. A run that completes late writes only then."""
+    emulated_cards.inject("hang")
+    first, waiting = probe.run(), probe.run()
+    emulated_cards.wait_for("run-hung")
+    other = probe.run(unit="probe:{probe_2}", data=probe.buffer(BYTES), parameter=probe.buffer(BYTES))
+    assert other.wait() is State.COMPLETED
+    probe.gradient.upload()
+    probe.parameter.download()
+    assert waiting.wait(1) is first.wait(5) is State.TIMEOUT and first.state() is State.RUNNING
+    assert (floats(probe.data) == 1).all()
+    emulated_cards.release()
+    assert first.wait() is waiting.wait() is State.COMPLETED
+    assert (floats(probe.data) == 5).all()
+    order = [(event.name, int(event.fields[0])) for event in emulated_cards.events("run-begin", "run-end")]
+    assert order.index(("run-end", 0)) < order.index(("run-begin", 1))
 
 
-def test_counters_tell_runs_syncs_and_bytes(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """P2P traffic needs no syncs, and is not counted by the card."""
+@pytest.mark.parametrize(("kind", "state"), [("error", State.ERROR), ("abort", State.ABORT)])
+def test_failed_run_leaves_nothing_of_use(emulated_cards: EmulatedCards, probe: Probe, kind: str, state: State) -> None:
+    """Only the chosen run fails, and it leaves poison; the runs before and after it complete."""
+    emulated_cards.inject(kind, skipped=1)
+    assert [probe.run().wait() for _ in range(2)] == [State.COMPLETED, state]
+    assert (probe.data.map() == DEVICE_POISON).all()
+    assert probe.run().wait() is State.COMPLETED and emulated_cards.counter("runs_failed") == 1
+
+
+def test_corrupt_output_has_one_wrong_bit(emulated_cards: EmulatedCards, probe: Probe) -> None:
+    """A run with a corrupt output completes, as on a card whose memory fails."""
+    element, bit = 5, 22
+    emulated_cards.inject("corrupt", pointer=2, bit=32 * element + bit)
+    assert probe.run().wait() is State.COMPLETED
+    expected = np.full(BYTES // 4, 3, np.float32)
+    expected.view(np.uint32)[element] ^= 1 << bit
+    assert (floats(probe.data) == expected).all()
+
+
+def test_lost_card_fails_whatever_is_asked(emulated_cards: EmulatedCards, probes: list[Probe]) -> None:
+    """A lost card aborts runs in progress and fails every call; the other card works."""
+    emulated_cards.inject("hang")
+    run = probes[0].run()
+    emulated_cards.wait_for("run-hung")
+    emulated_cards.lose(0)
+    assert run.wait() is State.ABORT
+    for call in (probes[0].gradient.upload, lambda: probes[0].buffer(BYTES), probes[0].run):
+        with pytest.raises(XrtError):
+            call()
+    assert probes[1].run().wait() is State.COMPLETED
+
+
+@pytest.mark.parametrize("setting", ["latency_us", "kernel_mib_per_s", "dma_mib_per_s"])
+def test_slow_card_takes_longer_than_a_fast_one(
+    emulated_cards: EmulatedCards, probes: list[Probe], setting: str
+) -> None:
+    """A slow card, which would take 16 seconds, is still at work when the other has done three times as much."""
+    emulated_cards.set(setting, 16_000_000 if setting == "latency_us" else 1, card=0)
+    kind = "to" if setting == "dma_mib_per_s" else "run"
+    large = [probe.buffer(1 << 24) for probe in probes]
+
+    def work(card: int) -> None:
+        large[card].upload() if kind == "to" else probes[card].run(parameter=large[card]).wait()
+
+    slow = Thread(target=work, args=[0])
+    slow.start()
+    emulated_cards.wait_for(f"{kind}-begin", card=0, count=2 if kind == "to" else 1)
+    for _ in range(3):
+        work(1)
+    emulated_cards.release(0)
+    join(slow)
+    assert [event.card for event in emulated_cards.events(f"{kind}-end")][-4:] == [1, 1, 1, 0]
+
+
+def test_the_channel_is_shared_fairly(emulated_cards: EmulatedCards, probes: list[Probe]) -> None:
+    """A small sync of one card ends before a large one of another, which takes 16 seconds unless it is released.
+
+    They take turns: no two overlap, and each sync gets as much time as its bytes take alone.
+    """
+    large, small = probes[0].buffer(1 << 24), probes[1].buffer(1 << 12)
     emulated_cards.reset()
-    probe.run().wait()
-    probe.parameter.download(BYTES // 2, BYTES // 4)
-    probe.data.upload()
-    names = ("runs_begun", "runs_completed", "syncs_to", "bytes_to", "syncs_from", "bytes_from")
-    assert [emulated_cards.counter(name) for name in names] == [1, 1, 0, 0, 1, BYTES // 2]
-    assert emulated_cards.counter("card_bytes") == 3 * BYTES + 64
-    assert emulated_cards.counter("num_buffers") == 4
-    assert emulated_cards.counter("runs_begun", card=1) == 0
-
-
-def _reason(cards: EmulatedCards) -> str:
-    """Return why the last run failed, in the card's words."""
-    return " ".join(cards.events("run-end")[-1].fields[3:])
+    emulated_cards.set("channel_mib_per_s", 1)
+    slow = Thread(target=large.upload)
+    slow.start()
+    emulated_cards.wait_for("turn", card=0)
+    small.upload()
+    assert not emulated_cards.events("to-end", card=0)
+    emulated_cards.release(0)
+    join(slow)
+    turns = {
+        card: [tuple(map(int, event.fields)) for event in emulated_cards.events("turn", card=card)] for card in (0, 1)
+    }
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(sorted([*turns[0], *turns[1]])))
+    assert sum(end - begin for begin, end in turns[1]) == 1_000_000_000 * 4096 // (1 << 20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,23 +19,6 @@ from tests.xrt.cards import EmulatedCards
 
 pytestmark = [RunIf(xrt=True), pytest.mark.timeout(BUILD_TEST_LIMIT)]
 
-HANG = """
-from tests.xrt.api import Device, State
-from tests.xrt.probe import Probe
-import sys, pathlib
-run = Probe(Device(1, pathlib.Path(sys.argv[1]))).run()
-assert run.wait(20) is State.TIMEOUT
-print("left hanging")
-"""
-
-
-def test_process_ends_with_a_run_that_hangs(emulated_cards: EmulatedCards) -> None:
-    """A process exits while a run hangs; the environment can set the number of cards and their faults, too."""
-    settings = {"SMART_INFINITY_CARD_COUNT": "2", "SMART_INFINITY_CARD_FAULTS": "0:sync:0;1:hang:0"}
-    command = [sys.executable, "-c", HANG, str(emulated_cards.build.probe_xclbin)]
-    completed = _run(command, emulated_cards.build, settings)
-    assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
-
 
 @pytest.mark.parametrize(
     ("fault", "times"), long_but([("hang", 1)], [("hang", 1), ("hang", 10), ("stall", 1), ("p2p", 1)])
@@ -49,34 +31,6 @@ def test_process_ends_with_what_was_given_up(
     for _ in range(times):  # without the precaution about half of the runs fail
         completed = _run([sys.executable, "-m", "tests.xrt.hung_exit", *arguments], emulated_cards.build, {})
         assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
-
-
-def test_build_leaves_alone_what_other_processes_read(emulated_cards: EmulatedCards) -> None:
-    """A build does not rewrite current files, because other processes read them without the lock."""
-    made = emulated_cards.build
-    files = [made.xclbin, made.probe_xclbin, made.ini, made.driver, made.kernels]
-    before = [file.stat().st_mtime_ns for file in files]
-    build()
-    assert [file.stat().st_mtime_ns for file in files] == before
-
-
-CRASH = """
-import ctypes, faulthandler, pathlib, sys
-from tests.xrt.api import Device, State
-from tests.xrt.probe import BEATS, Probe
-probe = Probe(Device(0, pathlib.Path(sys.argv[1])))
-faulthandler.enable()
-assert probe.run(last=BEATS + 1).wait() is State.ERROR
-ctypes.string_at(1)
-"""
-
-
-def test_segmentation_fault_of_others_ends_the_process(emulated_cards: EmulatedCards) -> None:
-    """Guards pass a segmentation fault of others on to the handler before them."""
-    command = [sys.executable, "-c", CRASH, str(emulated_cards.build.probe_xclbin)]
-    completed = _run(command, emulated_cards.build, {})
-    assert completed.returncode == -signal.SIGSEGV
-    assert "Fatal Python error: Segmentation fault" in completed.stderr
 
 
 def test_another_xrt_is_refused(emulated_cards: EmulatedCards, tmp_path: Path) -> None:

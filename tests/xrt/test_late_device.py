@@ -1,12 +1,13 @@
-"""A hundred late requests of each kind, and a hundred failed allocations, still give the host's bits."""
+"""Many late requests of each kind, and many failed allocations, still give the host's bits.
+
+They are a hundred of each with ``--long``, and otherwise twenty.
+"""
 
 from __future__ import annotations
 
 import itertools
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from lightning_smartinfinity import DeviceError
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
 from lightning_smartinfinity.native import Pipeline
-from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.card_runs import beside_host, cards
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
@@ -48,139 +49,111 @@ def await_cards(run: Run) -> None:
     await_that(lambda: not any(pipeline.busy for pipeline in pipelines(run)))
 
 
-@dataclass
-class Late(ABC):
-    """One request in each step that does not return before it is released."""
+class Late:
+    """One request in each step, of a kind, that does not return before it is released."""
 
-    cards: EmulatedCards
-    choose: random.Random = field(default_factory=lambda: random.Random(0))
+    def __init__(self, kind: str, cards: EmulatedCards) -> None:
+        self.kind, self.cards, self.choose = kind, cards, random.Random(0)
 
-    @abstractmethod
     def begin(self, run: Run) -> None:
         """Prepare a late request before the step begins."""
+        self._before = len(self.cards.events("sync-stalled"))
+        card = self.choose.randrange(2)
+        if self.kind == "sync":
+            self.cards.inject("stall", card=card, skipped=self.choose.randrange(3))
+        else:
+            where = {f"{self.kind}_at": self.choose.randrange(2)}  # of state or of a trailer
+            self._hold = Hold(pipelines(run)[card], **where)
 
-    @abstractmethod
     def end(self) -> bool:
         """Let the late request return, and return whether there was one."""
-
-
-class LateSync(Late):
-    def begin(self, run: Run) -> None:
-        self._before = len(self.cards.events("sync-stalled"))
-        self.cards.inject("stall", card=self.choose.randrange(2), skipped=self.choose.randrange(3))
-
-    def end(self) -> bool:
-        self.cards.release()
-        return len(self.cards.events("sync-stalled")) > self._before
-
-
-class LateRead(Late):
-    direction = "read_at"
-
-    def begin(self, run: Run) -> None:
-        where = {self.direction: self.choose.randrange(2)}  # of state or of a trailer
-        self._hold = Hold(pipelines(run)[self.choose.randrange(2)], **where)
-
-    def end(self) -> bool:
+        if self.kind == "sync":
+            self.cards.release()
+            return len(self.cards.events("sync-stalled")) > self._before
         held = self._hold.count
         self._hold.release()
         return held == 1
 
 
-class LateWrite(LateRead):
-    direction = "write_at"
-
-
-@dataclass
-class Both:
-    """The same training on cards and on the host."""
-
-    run: Run
-    host: Run
-
-    def fail(self, late: Late, work: Callable[[int, Late], bool]) -> None:
-        """Run steps until a hundred requests were late, and compare with the host."""
-        num_failures = 0
-        for step in range(MOST_STEPS):
-            await_cards(self.run)
-            late.begin(self.run)
-            num_failures += work(step, late)
-            self.host.step(step)
-            if num_failures == NUM_FAILURES:
-                break
-        assert num_failures == NUM_FAILURES
-        await_cards(self.run)
-        same_as_host(self.run, self.host)
+Fail = Callable[[str, Callable[[Run, int, Late], bool]], None]
 
 
 @pytest.fixture
-def both(request: pytest.FixtureRequest, tmp_path: Path, emulated_cards: EmulatedCards) -> Iterator[Both]:
-    device = cards(emulated_cards.build.xclbin, timeout=lenient(SHORT, pauses=5), gradient_route=request.param)
-    with (
-        running(tmp_path / "card", CASE, device=device) as run,
-        running(tmp_path / "host", CASE, device=settled_host) as host,
-    ):
-        yield Both(run, host)
+def fail(request: pytest.FixtureRequest, tmp_path: Path, emulated_cards: EmulatedCards) -> Fail:
+    """Return a function that runs steps until many requests of a kind were late, and compares with the host."""
+    most = NUM_FAILURES if request.config.getoption("long") else 20
+    settings = {"timeout": lenient(SHORT, pauses=5), "gradient_route": request.param}
+
+    def until_done(kind: str, work: Callable[[Run, int, Late], bool]) -> None:
+        late, num_failures = Late(kind, emulated_cards), 0
+        with beside_host(tmp_path, CASE, emulated_cards.build.xclbin, **settings) as (run, host):
+            for step in range(MOST_STEPS):
+                await_cards(run)
+                late.begin(run)
+                num_failures += work(run, step, late)
+                host.step(step)
+                if num_failures == most:
+                    break
+            await_cards(run)
+        assert num_failures == most
+
+    return until_done
 
 
 @pytest.mark.parametrize(
-    ("both", "kind"),
-    long_but([("storage", LateRead)], itertools.product(ROUTES, [LateSync, LateRead])),
-    indirect=["both"],
+    ("fail", "kind"),
+    long_but([("storage", "read")], itertools.product(ROUTES, ["sync", "read"])),
+    indirect=["fail"],
 )
-def test_a_hundred_that_the_host_takes_over(both: Both, emulated_cards: EmulatedCards, kind: type[Late]) -> None:
+def test_many_that_the_host_takes_over(fail: Fail, kind: str) -> None:
     """The host takes over for a late sync or read, and the card works again once the request has returned."""
 
-    def work(step: int, late: Late) -> bool:
-        both.run.step(step)
+    def work(run: Run, step: int, late: Late) -> bool:
+        run.step(step)
         return late.end()
 
-    both.fail(kind(emulated_cards), work)
+    fail(kind, work)
 
 
-@pytest.mark.parametrize("both", long_but(["storage"], ROUTES), indirect=True)
-def test_a_hundred_writes_that_an_ssd_recovers(
-    both: Both, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("fail", long_but(["storage"], ROUTES), indirect=True)
+def test_many_writes_that_an_ssd_recovers(fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each late write is waited for; then the host takes over."""
 
-    def work(step: int, late: Late) -> bool:
+    def work(run: Run, step: int, late: Late) -> bool:
         returned = []
         with monkeypatch.context() as patched:
             patched.setattr(worker_module.time, "sleep", lambda _: returned.append(late.end()))
-            both.run.step(step)
+            run.step(step)
         late.end()
         return any(returned)
 
-    both.fail(LateWrite(emulated_cards), work)
+    fail("write", work)
 
 
-@pytest.mark.parametrize("both", long_but(["host"], ROUTES), indirect=True)
-def test_a_hundred_writes_that_do_not_return(
-    both: Both, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("fail", long_but(["host"], ROUTES), indirect=True)
+def test_many_writes_that_do_not_return(fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each late write ends its step, which is rolled back and redone once the write has returned."""
     monkeypatch.setattr(worker_module, "_RECOVERY", 0.0)
 
-    def work(step: int, late: Late) -> bool:
+    def work(run: Run, step: int, late: Late) -> bool:
         happened = False
         for _ in range(MOST_STEPS):
             try:
-                both.run.step(step)
+                run.step(step)
                 break
             except DeviceError:
-                both.run.handler.roll_back()
+                run.handler.roll_back()
                 happened |= late.end()
-                await_cards(both.run)
+                await_cards(run)
         late.end()
         return happened
 
-    both.fail(LateWrite(emulated_cards), work)
+    fail("write", work)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_hundred_allocations_that_fail(tmp_path: Path, emulated_cards: EmulatedCards, route: str) -> None:
+def test_many_allocations_that_fail(tmp_path: Path, emulated_cards: EmulatedCards, route: str) -> None:
     """A failed allocation stops the training and leaves nothing allocated; a new one then gives the host's bits."""
     device = cards(emulated_cards.build.xclbin, gradient_route=route)
     before = [emulated_cards.counter("num_buffers", card) for card in range(2)]
@@ -191,10 +164,6 @@ def test_a_hundred_allocations_that_fail(tmp_path: Path, emulated_cards: Emulate
         with pytest.raises(DeviceError, match=rf"emulated card {number % 2}: .*is unavailable: xrtBOAlloc"):
             Run(tmp_path / "card", CASE, device=device)
         assert [emulated_cards.counter("num_buffers", card) for card in range(2)] == before
-    with (
-        running(tmp_path / "card", CASE, device=device) as run,
-        running(tmp_path / "host", CASE, device=settled_host) as host,
-    ):
-        for each in (run, host):
+    with beside_host(tmp_path, CASE, emulated_cards.build.xclbin, gradient_route=route) as runs:
+        for each in runs:
             each.steps(range(3))
-        same_as_host(run, host)

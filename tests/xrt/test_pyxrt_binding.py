@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import sys
-import warnings
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
-import torch
 
 from lightning_smartinfinity import DeviceError
 from lightning_smartinfinity.devices.smartssd import self_test
@@ -18,17 +17,35 @@ from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2P, P2PState
 from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding, _opened
-from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host, setup_of
+from tests.helpers import card_runs
+from tests.helpers.card_runs import OPTIMIZERS, beside_host
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import lenient
-from tests.pipeline.harness import Case, Run, running
+from tests.pipeline.harness import Case
 from tests.xrt.cards import EmulatedCards
+from tests.xrt.long_run import DTYPES
 from tests.xrt.pyxrt import current
+from tests.xrt.test_device_failures import log, test_both_cards_in_an_incremental_step, test_close_with_a_hung_run
+from tests.xrt.test_device_refusals import test_no_such_card_kernel_or_file, test_too_little_memory
+
+__all__ = [
+    "log",
+    "test_both_cards_in_an_incremental_step",
+    "test_close_with_a_hung_run",
+    "test_no_such_card_kernel_or_file",
+    "test_too_little_memory",
+]
 
 pytestmark = [RunIf(xrt=True), pytest.mark.filterwarnings("error:.* use hw_context:DeprecationWarning")]
 
 
-@pytest.fixture(autouse=True, params=["2.13", "current"])
+@pytest.fixture(autouse=True)
+def _through_pyxrt(pyxrt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open all cards through Python."""
+    monkeypatch.setattr(card_runs, "setup_of", partial(card_runs.setup_of, binding="pyxrt"))
+
+
+@pytest.fixture(params=["2.13", "current"])
 def form(request: pytest.FixtureRequest, pyxrt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Let ``import pyxrt`` find the form of XRT 2.13, or that of XRT's master, whose deprecated calls fail a test."""
     module = current(pyxrt) if request.param == "current" else pyxrt
@@ -36,86 +53,43 @@ def form(request: pytest.FixtureRequest, pyxrt: ModuleType, monkeypatch: pytest.
     return module
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_same_as_host(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: str, dtype: torch.dtype) -> None:
-    """Steps through pyxrt give the host's bits: floats travel as bits, and buffers live as long as their maps."""
+def test_same_as_host(tmp_path: Path, emulated_cards: EmulatedCards, form: ModuleType, optimizer: str) -> None:
+    """Steps through pyxrt give the host's bits: floats travel as bits, and buffers live as long as their maps.
+
+    Pyxrt starts every run of a kernel.
+    """
+    dtype = DTYPES[[*OPTIMIZERS].index(optimizer) % 3]
     case = Case(dtype=dtype, num_devices=2, **OPTIMIZERS[optimizer])
     with (
-        running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, binding="pyxrt")) as run,
-        running(tmp_path / "host", case, device=settled_host) as host,
+        mock.patch.object(PyxrtBinding, "start", autospec=True, side_effect=PyxrtBinding.start) as start,
+        beside_host(tmp_path, case, emulated_cards.build.xclbin) as runs,
     ):
-        for step in range(3):
-            run.step(step)
-            host.step(step)
-        same_as_host(run, host)
-        assert "XRT by pyxrt" in run.device.description
-
-
-def test_no_warning_reaches_the_user(emulated_cards: EmulatedCards, form: ModuleType) -> None:
-    """A card and its kernels open in the form that pyxrt has, without a call that it deprecates."""
-    setup = setup_of(1, emulated_cards.build.xclbin, binding="pyxrt")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        binding = PyxrtBinding(setup.cards[0], setup.xclbin, num_cards=1)
-        kernels = [binding.kernel(kernel.name) for kernel in KERNELS]
-    assert all(isinstance(kernel, form.kernel) and binding.group(kernel, 0) == 0 for kernel in kernels)
-    assert caught == []
-
-
-def test_failures(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """When a run or call fails in each step, the host takes over."""
-    choose = random.Random(0)
-    device = cards(emulated_cards.build.xclbin, binding="pyxrt")
-    case = Case(num_devices=2)
-    with (
-        running(tmp_path / "card", case, device=device) as run,
-        running(tmp_path / "host", case, device=settled_host) as host,
-    ):
-        for step in range(20):
-            kind = choose.choice(["error", "abort", "submit", "sync"])
-            emulated_cards.inject(kind, card=choose.randrange(2), skipped=choose.randrange(2))
-            run.step(step)
-            host.step(step)
-        same_as_host(run, host)
+        for each in runs:
+            each.steps(range(3))
+        begun = [emulated_cards.counter("runs_begun", card) for card in range(2)]
+        assert all(begun) and start.call_count == sum(begun)
+        assert all(isinstance(call.args[1], form.run) for call in start.call_args_list)
+        assert "XRT by pyxrt" in runs[0].device.description
 
 
 def test_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """A run that does not return is given up at its deadline, and the host takes over."""
-    case = Case(num_devices=1)
-    with (
-        running(
-            tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, binding="pyxrt", timeout=lenient())
-        ) as run,
-        running(tmp_path / "host", case, device=settled_host) as host,
-    ):
+    with beside_host(tmp_path, Case(), emulated_cards.build.xclbin, timeout=lenient()) as runs:
         emulated_cards.inject("hang", card=0)
-        run.steps([0, 1])
+        for each in runs:
+            each.steps([0, 1])
         emulated_cards.release()
-        host.steps([0, 1])
-        same_as_host(run, host)
 
 
-def test_self_test_and_refusals(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Sound cards pass the self-test, and what pyxrt raises becomes our own error."""
-    self_test(setup_of(2, emulated_cards.build.xclbin, binding="pyxrt"), [tmp_path, tmp_path], KERNELS)
-    with pytest.raises(DeviceError, match="emulated card 5"):
-        self_test(setup_of(1, emulated_cards.build.xclbin, binding="pyxrt", first=5), [tmp_path], KERNELS)
-    emulated_cards.reset(count=7)
-    with pytest.raises(DeviceError, match=r"kernel failed.* of this version: make -C hls xclbin"):
-        self_test(setup_of(1, emulated_cards.build.probe_xclbin, binding="pyxrt", first=6), [tmp_path], KERNELS[:1])
-    emulated_cards.set("dram_mib", 1)
-    with pytest.raises(DeviceError, match="emulated card 0"):
-        Run(tmp_path / "run", Case(num_buffers=64), device=cards(emulated_cards.build.xclbin, binding="pyxrt"))
-
-
-def test_a_module_that_is_not_there(
-    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """binding="pyxrt" without pyxrt is an error that names it."""
+@pytest.mark.usefixtures("form")
+def test_self_test(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sound cards pass the self-test. Without pyxrt it is an error that names the module."""
+    setup = card_runs.setup_of(2, emulated_cards.build.xclbin)
+    self_test(setup, [tmp_path, tmp_path], KERNELS)
     monkeypatch.setitem(sys.modules, "pyxrt", None)
     with pytest.raises(DeviceError, match="pyxrt"):
-        self_test(setup_of(1, emulated_cards.build.xclbin, binding="pyxrt"), [tmp_path], KERNELS)
+        self_test(setup, [tmp_path, tmp_path], KERNELS)
 
 
 REAL_CARD = Card(
@@ -137,15 +111,14 @@ class OldPyxrt:
 
 
 def test_real_cards_open_by_address() -> None:
-    """A card is opened by address, or, with a pyxrt before 2.13, by number, after which its address is checked."""
+    """A card is opened by address, or, with a pyxrt before 2.13, by number, after which its address is checked.
+
+    Without addresses the only card is opened, but one of several is refused, as it might be any.
+    """
     assert _opened(SimpleNamespace(device=lambda which: which), REAL_CARD, num_cards=2) == REAL_CARD.address
-    assert _opened(OldPyxrt(REAL_CARD.address), REAL_CARD, num_cards=2).number == REAL_CARD.number
+    for address, num_cards in ((REAL_CARD.address, 2), (None, 1)):
+        assert _opened(OldPyxrt(address), REAL_CARD, num_cards=num_cards).number == REAL_CARD.number
     with pytest.raises(DeviceError, match=r"opened card 0000:5e:00\.1 for the card 0000:3d:00\.1"):
         _opened(OldPyxrt("0000:5e:00.1"), REAL_CARD, num_cards=2)
-
-
-def test_a_pyxrt_that_does_not_tell_addresses() -> None:
-    """Without addresses the only card is opened, but one of several is refused, as it might be any."""
-    assert _opened(OldPyxrt(None), REAL_CARD, num_cards=1).number == REAL_CARD.number
     with pytest.raises(DeviceError, match=r"which of 2 cards.*binding='native'"):
         _opened(OldPyxrt(None), REAL_CARD, num_cards=2)

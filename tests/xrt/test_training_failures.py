@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,12 @@ from lightning_smartinfinity import (
     DeviceError,
     SmartInfinityStrategy,
     SmartSSDConfig,
-    StorageError,
     TransferConfig,
 )
 from lightning_smartinfinity.devices.smartssd import worker
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.native_testing import Hold, inject
+from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT, lenient
@@ -99,16 +99,18 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Failing:
     return on_host(tmp_path_factory.mktemp("host"))
 
 
-USUAL = {("lost", "backward")}
+MOMENTS = ("first step", "save", "validation", "last step", "end")
 
 
 @pytest.mark.parametrize(
-    ("kind", "overlap"),
-    [
-        pytest.param(kind, overlap, marks=() if (kind, overlap) in USUAL else pytest.mark.long)
-        for kind in ("lost", "hang", "error")
-        for overlap in ("none", "forward", "backward")
-    ],
+    ("kind", "overlap", "moments"),
+    long_but(
+        [("lost", "backward", MOMENTS[1::2] + MOMENTS[4:])],
+        [
+            ("lost", "backward", MOMENTS[1::2] + MOMENTS[4:]),
+            *itertools.product(("lost", "hang", "error"), ("none", "forward", "backward"), [MOMENTS]),
+        ],
+    ),
 )
 def test_at_every_moment(
     emulated_cards: EmulatedCards,
@@ -117,9 +119,10 @@ def test_at_every_moment(
     caplog: pytest.LogCaptureFixture,
     kind: str,
     overlap: str,
+    moments: tuple[str, ...],
 ) -> None:
     """A failure at any moment leaves the host's bits, also in a training resumed from its checkpoint."""
-    for moment in ("first step", "save", "validation", "last step", "end"):
+    for moment in moments:
         emulated_cards.reset()
         caplog.clear()
 
@@ -139,35 +142,6 @@ def test_at_every_moment(
         assert module.trained == expected.trained, moment
     emulated_cards.reset()
     assert on_host(tmp_path / "save", "resumed").trained == expected.trained
-
-
-@pytest.mark.parametrize("overlap", long_but(["backward"], ["none", "backward"]))
-def test_a_card_that_takes_its_ssd_along(
-    emulated_cards: EmulatedCards, tmp_path: Path, expected: Failing, overlap: str
-) -> None:
-    """The fit ends with a StorageError that names the file; once the SSD answers, the whole step before is there."""
-
-    def fail(trainer: Any) -> None:
-        trainer.strategy.drain()
-        device = trainer.strategy._training_optimizer.rank_state.handler._device
-        for pipeline in (device._host.pipeline, device._workers[1].pipeline):
-            inject(pipeline, fail_read_at=0)
-        emulated_cards.lose(1)
-
-    strategy = on_cards(emulated_cards, tmp_path, overlap=overlap)
-    trainer = quiet_trainer(tmp_path, strategy, max_steps=RECIPE.max_steps, val_check_interval=2)
-    module = Failing("last step", fail, tmp_path)
-    with pytest.raises(StorageError, match=r"state\.bin.*Input/output error"):
-        trainer.fit(module)
-    handler = strategy._training_optimizer.update.drained_handler()
-    assert handler.generation == RECIPE.max_steps - 1 and not handler.in_flight
-    found = trained_to(trainer)
-    strategy.close()
-    straight = quiet_trainer(tmp_path / "host", max_steps=RECIPE.max_steps - 1, val_check_interval=2)
-    shorter = Failing("never", None, tmp_path)
-    straight.fit(shorter)
-    straight.strategy.close()
-    assert found == shorter.trained != expected.trained
 
 
 @pytest.mark.parametrize("overlap", long_but(["forward"], ["none", "forward"]))
