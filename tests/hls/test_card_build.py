@@ -35,17 +35,24 @@ class Toolchain:
         self._tools = folder / "tools"
         self._tools.mkdir()
 
-    def install(self) -> None:
-        (self._tools / "v++").write_text(FAKE)
+    def install(self, vitis: str = FAKE) -> None:
+        (self._tools / "v++").write_text(vitis)
         (self._tools / "v++").chmod(0o755)
 
     def make(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run make in hls/, where no other v++ can be found."""
+        """Run make in hls/, where no other v++ can be found, in a process group of its own."""
         path = f"{self._tools}:{Path(sys.executable).parent}:/usr/bin:/bin"
         command = ["make", "-C", str(ROOT / "hls"), f"CARD={self.card}", *arguments]
         # These variables are for a make that another make calls, which this one is not.
         kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-        return subprocess.run(command, env=kept | {"PATH": path}, capture_output=True, text=True, timeout=PROCESS_LIMIT)
+        return subprocess.run(
+            command,
+            env=kept | {"PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=PROCESS_LIMIT,
+            start_new_session=True,
+        )
 
     def calls(self) -> list[list[str]]:
         """Return the arguments of each call of v++ since the last time."""
@@ -63,8 +70,12 @@ def toolchain(tmp_path: Path) -> Toolchain:
 
 
 def test_xclbin_compiles_every_kernel_and_links_them(toolchain: Toolchain) -> None:
-    """Every call of v++ is complete and consistent with the description and with the other calls."""
-    built = toolchain.make("xclbin")
+    """Every call of v++ is complete and consistent with the description and with the other calls.
+
+    Each step has its own folders for logs and temporary files below the build's, so steps may run side by side. A
+    kernel's source rebuilds its object and the link, a header everything, as each step takes hours.
+    """
+    built = toolchain.make("-j4", "xclbin")
     assert built.returncode == 0, built.stderr
     xclbin = toolchain.card / "smart_infinity.xclbin"
     assert xclbin.exists() and f'SmartSSDConfig(xclbin="{xclbin}")' in built.stdout
@@ -80,20 +91,25 @@ def test_xclbin_compiles_every_kernel_and_links_them(toolchain: Toolchain) -> No
     objects = sorted(part for part in linked if part.endswith(".xo"))
     assert objects == sorted(str(toolchain.card / Path(option["--output"]).name) for option in options)
     assert all(Path(path).read_text() == "built" for path in objects)
-    for option in (*options, _options(linked)):
+    options.append(_options(linked))
+    for option in options:
         assert (option["--target"], option["--platform"]) == ("hw", SHELL)
         assert option["--kernel_frequency"] == str(SMARTSSD.platform.clock_mhz)
-
-
-def test_link_is_told_of_every_compute_unit(toolchain: Toolchain) -> None:
-    """The link gets a smartssd.cfg made from the description, and its kernels are those that were compiled."""
-    assert toolchain.make("link").returncode == 0
-    *compiled, linked = toolchain.calls()
+    for kind in ("--temp_dir", "--log_dir", "--report_dir"):
+        folders = {option[kind] for option in options}
+        assert len(folders) == 4 and all(Path(folder).is_relative_to(toolchain.card) for folder in folders)
+    # The link is told of every compute unit.
     lines = Path(_options(linked)["--config"]).read_text().splitlines()
-    assert lines[0] == "[connectivity]"
     named = {line.removeprefix("nk=").split(":")[0]: line.split(":")[2].split(".") for line in lines[1:]}
-    assert named.keys() == {_options(call)["--kernel"] for call in compiled}
+    assert lines[0] == "[connectivity]" and named.keys() == {option["--kernel"] for option in options[:-1]}
     assert [name for names in named.values() for name in names] == [unit.name for unit in SMARTSSD.compute_units]
+    for changed, steps in (
+        ((), []),
+        (("-W", "kernels/sgd_update.hpp"), ["sgd_update", "link"]),
+        (("-W", "include/gradient.hpp"), [*named, "link"]),
+    ):
+        toolchain.make("xclbin", *changed)
+        assert sorted(_options(call).get("--kernel", "link") for call in toolchain.calls()) == sorted(steps)
 
 
 def test_an_xclbin_for_another_optimizer(toolchain: Toolchain) -> None:
@@ -102,30 +118,6 @@ def test_an_xclbin_for_another_optimizer(toolchain: Toolchain) -> None:
     compiled, linked = map(_options, toolchain.calls())
     assert compiled["--kernel"] == "rmsprop_update"
     assert Path(linked["--config"]).read_text().splitlines()[1:] == ["nk=rmsprop_update:1:rmsprop_update_1"]
-
-
-def test_steps_leave_nothing_in_each_others_way(toolchain: Toolchain) -> None:
-    """Each step has its own folders for logs and temporary files below the build's, so steps may run side by side."""
-    toolchain.make("-j4", "xclbin")
-    calls = [_options(call) for call in toolchain.calls()]
-    for kind in ("--temp_dir", "--log_dir", "--report_dir"):
-        folders = {call[kind] for call in calls}
-        assert len(folders) == 4
-        assert all(Path(folder).is_relative_to(toolchain.card) for folder in folders)
-
-
-def test_only_what_changed_is_built_again(toolchain: Toolchain) -> None:
-    """A kernel's source rebuilds its object and the link, a header everything, as each step takes hours."""
-    toolchain.make("xo")
-    assert len(toolchain.calls()) == 3
-    toolchain.make("xclbin")
-    assert ["--link" in call for call in toolchain.calls()] == [True]
-    toolchain.make("xclbin")
-    assert toolchain.calls() == []
-    toolchain.make("xclbin", "-W", "kernels/sgd_update.hpp")
-    assert [_options(call).get("--kernel", "link") for call in toolchain.calls()] == ["sgd_update", "link"]
-    toolchain.make("xclbin", "-W", "include/gradient.hpp")
-    assert len(toolchain.calls()) == 4
 
 
 def test_without_the_toolchain_it_says_what_it_takes(tmp_path: Path) -> None:
@@ -137,32 +129,23 @@ def test_without_the_toolchain_it_says_what_it_takes(tmp_path: Path) -> None:
     assert not (tmp_path / "card").exists()
 
 
-def test_a_step_that_fails_leaves_nothing_that_looks_built(toolchain: Toolchain, tmp_path: Path) -> None:
-    """A failed step leaves no object, so that the next make begins with it again."""
-    fake = tmp_path / "tools/v++"
-    fake.write_text(FAKE + 'sys.exit("no licence")\n')
-    failed = toolchain.make("xclbin")
-    assert failed.returncode != 0 and "no licence" in failed.stderr
-    assert list(toolchain.card.glob("*.xo")) == []
-
-
-def test_a_build_that_is_killed_leaves_nothing_that_looks_built(toolchain: Toolchain, tmp_path: Path) -> None:
-    """After a crash, too, what v++ had begun to write is built again; make itself cannot remove it then."""
-    fake = tmp_path / "tools/v++"
-    fake.write_text(FAKE + "import os, signal\nos.killpg(0, signal.SIGKILL)\n")
-    command = ["make", "-C", str(ROOT / "hls"), f"CARD={toolchain.card}", "xo"]
-    environment = os.environ | {"PATH": f"{fake.parent}:{Path(sys.executable).parent}:/usr/bin:/bin"}
-    killed = subprocess.run(command, env=environment, capture_output=True, start_new_session=True)
-    assert killed.returncode == -signal.SIGKILL and len(toolchain.calls()) == 1
+@pytest.mark.parametrize(
+    ("vitis", "status", "told"),
+    [
+        (FAKE + 'sys.exit("no licence")\n', 2, "no licence"),
+        (f"#!{sys.executable}\n", 2, "adamw_update.xo"),  # it ends well without an object
+        (FAKE + "import os, signal\nos.killpg(0, signal.SIGKILL)\n", -signal.SIGKILL, ""),
+    ],
+    ids=["fails", "writes nothing", "is killed"],
+)
+def test_a_step_that_does_not_end_well(toolchain: Toolchain, vitis: str, status: int, told: str) -> None:
+    """It leaves nothing that looks built, also where make cannot remove it: the next make begins with it again."""
+    toolchain.install(vitis)
+    failed = toolchain.make("xo")
+    assert failed.returncode == status and told in failed.stderr
+    assert list(toolchain.card.glob("*.xo")) == [] and len(toolchain.calls()) <= 1
     toolchain.install()
     assert toolchain.make("xo").returncode == 0 and len(toolchain.calls()) == 3
-
-
-def test_a_step_that_writes_nothing(toolchain: Toolchain, tmp_path: Path) -> None:
-    """A v++ that ends well without an object fails the build there."""
-    (tmp_path / "tools/v++").write_text(f"#!{sys.executable}\n")
-    failed = toolchain.make("xclbin")
-    assert failed.returncode != 0 and "adamw_update.xo" in failed.stderr
 
 
 def _options(call: list[str]) -> dict[str, str]:
