@@ -21,7 +21,7 @@ from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trus
 from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
-from tests.storage.makers import commit_generation, create, created, manifest_with, tree
+from tests.storage.makers import commit_generation, create, created, left, manifest_with, recovered, tree
 
 PRECIOUS = b"precious\n" * 100
 IN_PLACE = "link or pipe in place of a file or folder of ours"
@@ -76,33 +76,36 @@ def test_folders_and_files_are_private(tmp_path: Path, mask: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_links_are_not_followed(tmp_path: Path, name: str, attack: Attack) -> None:
-    """A link in place of any file is refused, and neither it nor its target changes."""
-    target, folder = precious(tmp_path), rank_folder(tmp_path / "s")
-    (folder / name).symlink_to(target)
-    with pytest.raises(StorageError, match=f"{name}' is a symbolic link, and not a regular file") as caught:
+@pytest.mark.parametrize(
+    ("put", "problem"),
+    [
+        pytest.param(
+            lambda path, target: path.symlink_to(target), "is a symbolic link, and not a regular file", id="link"
+        ),
+        pytest.param(lambda path, _: os.mkfifo(path), "is a pipe, and not a regular file", id="pipe"),
+        pytest.param(lambda path, _: path.mkdir(), "is a folder, and not a regular file", id="folder"),
+        pytest.param(lambda path, target: os.link(target, path), "2 hard links", id="other name of a file"),
+        pytest.param(lambda path, _: path.write_bytes(PRECIOUS), "rank-00000", id="file of something else"),
+    ],
+)
+def test_what_is_in_place_of_a_file(
+    tmp_path: Path, name: str, put: Callable[[Path, Path], object], problem: str, attack: Attack
+) -> None:
+    """It is refused at once and stays, and neither it nor its target changes.
+
+    A file that neither a manifest nor the lock names is not deleted as a leftover.
+    """
+    target, path = precious(tmp_path), rank_folder(tmp_path / "s") / name
+    put(path, target)
+    before = os.lstat(path).st_ino
+    with pytest.raises(StorageError, match=problem) as caught:
         create([tmp_path / "s"])
-    assert "Remove it" in caught.value.remedy
-    assert target.read_bytes() == PRECIOUS and (folder / name).is_symlink()
-    attack(IN_PLACE, tries=1, outcome=REFUSED)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_pipes_do_not_hang(tmp_path: Path, name: str, attack: Attack) -> None:
-    """A pipe in place of any file is refused at once."""
-    os.mkfifo(rank_folder(tmp_path) / name)
-    with pytest.raises(StorageError, match=f"{name}' is a pipe, and not a regular file"):
-        create([tmp_path])
-    attack(IN_PLACE, tries=1, outcome=REFUSED)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_folders_in_place_of_files(tmp_path: Path, name: str) -> None:
-    """A folder in place of any file is refused and stays."""
-    (rank_folder(tmp_path) / name).mkdir()
-    with pytest.raises(StorageError, match=f"{name}' is a folder, and not a regular file"):
-        create([tmp_path])
-    assert (tmp_path / "default/rank-00000" / name).is_dir()
+    assert str(path) in caught.value.problem
+    assert ("a file of its own" if "links" in problem else "Remove") in caught.value.remedy
+    assert target.read_bytes() == PRECIOUS and os.lstat(path).st_ino == before
+    assert not path.is_file() or path.read_bytes() == PRECIOUS
+    if "regular" in problem and not path.is_dir():
+        attack(IN_PLACE, tries=1, outcome=REFUSED)
 
 
 def test_a_device_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,27 +120,6 @@ def test_a_device_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(StorageError, match=r"/dev/null' is a device"):
         folder.open("null", os.O_RDWR)
     assert opened == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_files_with_other_names_are_not_written(tmp_path: Path, name: str) -> None:
-    """A hard link to a file elsewhere is refused, and the file keeps its content."""
-    target, folder = precious(tmp_path), rank_folder(tmp_path / "s")
-    os.link(target, folder / name)
-    with pytest.raises(StorageError, match="2 hard links"):
-        create([tmp_path / "s"])
-    assert target.read_bytes() == PRECIOUS and (folder / name).exists()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_files_of_something_else_stay(tmp_path: Path, name: str) -> None:
-    """A file that neither a manifest nor the lock names is refused, and is not deleted as a leftover."""
-    path = rank_folder(tmp_path) / name
-    path.write_bytes(PRECIOUS)
-    with pytest.raises(StorageError) as caught:
-        create([tmp_path])
-    assert str(path) in caught.value.problem and "Remove" in caught.value.remedy
-    assert path.read_bytes() == PRECIOUS
 
 
 def exchanged_after_a_look(monkeypatch: pytest.MonkeyPatch, path: Path, put: Callable[[], object]) -> None:
@@ -155,37 +137,30 @@ def exchanged_after_a_look(monkeypatch: pytest.MonkeyPatch, path: Path, put: Cal
     monkeypatch.setattr(open_folder.os, "stat", look)
 
 
-@pytest.mark.parametrize("way", ["read", "create"])
-def test_a_link_that_comes_after_the_look(
-    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, attack: Attack
+@pytest.mark.parametrize(
+    ("way", "is_link"), [("read", True), ("create", True), ("create", False)], ids=["read", "create", "a file"]
+)
+def test_what_comes_after_the_look(
+    tmp_path: Path, way: str, is_link: bool, monkeypatch: pytest.MonkeyPatch, attack: Attack
 ) -> None:
-    """A file that is exchanged for a link between the look and the opening is not read or written through it."""
+    """What takes a file's place between the look and the opening is not read, written or taken for a new file."""
     target, folder = precious(tmp_path), OpenFolder(rank_folder(tmp_path / "s"))
     path = folder.path / "state.bin"
     if way == "read":
         path.touch(mode=0o600)
-    exchanged_after_a_look(monkeypatch, path, lambda: path.symlink_to(target))
+    put = path.symlink_to if is_link else target.rename
+    exchanged_after_a_look(monkeypatch, path, lambda: put(target if is_link else path))
     with pytest.raises(OSError, match=r"state\.bin"):
         getattr(folder, way)("state.bin")
-    assert target.read_bytes() == PRECIOUS
-    attack(IN_PLACE, tries=1, outcome=REFUSED)
-
-
-def test_a_file_that_comes_after_the_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that somebody makes between the look and the making is not taken for a new one."""
-    folder = OpenFolder(rank_folder(tmp_path))
-    path = folder.path / "state.bin"
-    exchanged_after_a_look(monkeypatch, path, lambda: path.write_bytes(PRECIOUS))
-    with pytest.raises(FileExistsError):
-        folder.create("state.bin")
     assert path.read_bytes() == PRECIOUS
+    if is_link:
+        attack(IN_PLACE, tries=1, outcome=REFUSED)
 
 
 @pytest.mark.parametrize("level", ["default", "default/rank-00000"])
 def test_folders_behind_links_are_not_used(tmp_path: Path, level: str, attack: Attack) -> None:
     """A link in place of the job's or the rank's folder is refused, and state behind it stays."""
-    elsewhere = create([tmp_path / "elsewhere"])
-    elsewhere.close(remove=False)
+    left(tmp_path / "elsewhere")
     before = tree(tmp_path / "elsewhere")
     (tmp_path / "s" / level).parent.mkdir(parents=True)
     (tmp_path / "s" / level).symlink_to(tmp_path / "elsewhere" / level)
@@ -205,37 +180,29 @@ def test_the_storage_folder_may_be_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["default", "default/rank-00000"])
-@pytest.mark.parametrize("open_mode", [0o777, 0o770])
-def test_folders_that_others_may_write_to(tmp_path: Path, level: str, open_mode: int, attack: Attack) -> None:
-    """A folder that was made beforehand, and that others can write to, is refused."""
-    rank_folder(tmp_path)
-    (tmp_path / level).chmod(open_mode)
-    with pytest.raises(StorageError, match=rf"Other users may write to .*{level}' \(mode 0{open_mode:o}\)") as caught:
-        create([tmp_path])
-    assert "chmod -R go-w" in caught.value.remedy
-    (tmp_path / level).chmod(0o700)
-    create([tmp_path]).close(remove=True)
-    attack(OPEN_TO_OTHERS, tries=1, outcome=NAMED)
-
-
-@pytest.mark.parametrize("level", ["default", "default/rank-00000"])
-def test_folders_of_other_users(tmp_path: Path, level: str, monkeypatch: pytest.MonkeyPatch, attack: Attack) -> None:
-    """A folder that belongs to another user is refused, also if this process is root's."""
+@pytest.mark.parametrize("open_mode", [0o777, 0o770, None], ids=["all may write", "a group may", "another's"])
+def test_folders_of_others(
+    tmp_path: Path, level: str, open_mode: int | None, monkeypatch: pytest.MonkeyPatch, attack: Attack
+) -> None:
+    """A folder that others can write to, or that belongs to another user, is refused, also by root."""
     folder = rank_folder(tmp_path)
-    if os.geteuid() == 0:
+    problem = "belongs to user .*, and not to"
+    if open_mode is not None:
+        (tmp_path / level).chmod(open_mode)
+        problem = rf"Other users may write to .*{level}' \(mode 0{open_mode:o}\)"
+    elif os.geteuid() == 0:
         os.chown(tmp_path / level, 12345, -1)
     else:
         monkeypatch.setattr(open_folder.os, "geteuid", lambda: 12345)
-    with pytest.raises(StorageError, match=r"belongs to user .*, and not to"):
+    with pytest.raises(StorageError, match=problem) as caught:
         create([tmp_path])
-    assert folder.is_dir()
+    assert folder.is_dir() and (open_mode is None or "chmod -R go-w" in caught.value.remedy)
     attack(OPEN_TO_OTHERS, tries=1, outcome=NAMED)
 
 
 def test_files_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that belongs to another user is refused."""
-    create([tmp_path]).close(remove=False)
-    folder = OpenFolder(tmp_path / "default/rank-00000")
+    folder = OpenFolder(left(tmp_path))
     folder._owner = 12345  # only root could give a file away
     for attempt in (lambda: folder.read("manifest.json"), lambda: folder.open("state.bin", os.O_RDWR)):
         with pytest.raises(StorageError, match="and not to 12345"):
@@ -255,16 +222,6 @@ def test_the_folder_stays_the_one_that_was_opened(tmp_path: Path) -> None:
     assert tree(tmp_path / "moved") == {"rank-00000"}
 
 
-def leftover(tmp_path: Path, **config: object) -> Path:
-    """Return the rank's folder of a killed process, with a damaged manifest."""
-    store = create([tmp_path], **config)
-    commit_generation(store, 0)
-    store.close(remove=False)
-    folder = tmp_path / "default" / "rank-00000"
-    (folder / "manifest.json").write_text("{ damaged")
-    return folder
-
-
 def without_checksum(values: dict[str, Any]) -> bytes:
     return json.dumps({key: value for key, value in values.items() if key != "crc32"}).encode()
 
@@ -281,10 +238,7 @@ def test_a_leftover_of_a_newer_version(
     changes: dict[str, Any], encoded: Callable[[Any], bytes], said: str, tmp_path: Path
 ) -> None:
     """It is not damaged: the next run refuses it by name and deletes nothing, and a scrub says that it cannot tell."""
-    store = create([tmp_path])
-    commit_generation(store, 0)
-    store.close(remove=False)
-    path = tmp_path / "default" / "rank-00000" / "manifest.json"
+    path = left(tmp_path) / "manifest.json"
     path.write_bytes(encoded(json.loads(path.read_text()) | changes))
     before = power_loss.content(tmp_path)
     with pytest.raises(StorageError, match=said):
@@ -296,7 +250,8 @@ def test_a_leftover_of_a_newer_version(
 def test_a_damaged_leftover_is_archived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The manifest of a job that nobody kept does not hinder the next one: it is renamed, and one log line says so."""
     for number in (1, 2):
-        folder = leftover(tmp_path)
+        folder = left(tmp_path)
+        (folder / "manifest.json").write_text("{ damaged")
         with caplog.at_level(logging.WARNING), created([tmp_path]) as store:
             assert store.generation == -1
         assert (folder / f"manifest.json.{number}.aside").read_text() == "{ damaged"
@@ -329,10 +284,7 @@ def test_a_damaged_store_that_was_kept_stays(tmp_path: Path, keep: Callable[[], 
 )
 def test_no_bit_makes_a_kept_store_one_to_be_removed(tmp_path: Path, name: str, every: int) -> None:
     """Lock and manifest both say that a store is kept, so whichever bit of one flips, the next job removes nothing."""
-    store = create([tmp_path], keep=True)
-    commit_generation(store, 0)
-    store.close(remove=False)
-    folder = tmp_path / "default" / "rank-00000"
+    folder = left(tmp_path, keep=True)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for number in range(0, 8 * len(before[name]), every):
         changed = bytearray(before[name])
@@ -348,10 +300,7 @@ def test_no_bit_makes_a_kept_store_one_to_be_removed(tmp_path: Path, name: str, 
 
 def test_a_manifest_that_was_being_written(tmp_path: Path) -> None:
     """A temporary file of a killed process is replaced, because the lock names it."""
-    store = create([tmp_path])
-    commit_generation(store, 0)
-    store.close(remove=False)
-    temporary = tmp_path / "default/rank-00000/manifest.json.new"
+    temporary = left(tmp_path) / "manifest.json.new"
     temporary.write_text("half")
     store = recover_store([tmp_path])
     store.keep()
@@ -362,10 +311,8 @@ def test_a_manifest_that_was_being_written(tmp_path: Path) -> None:
 
 def test_a_recovered_store_without_its_lock(tmp_path: Path) -> None:
     """The files that the manifest names are deleted with the store, also if the lock file was lost."""
-    store = create([tmp_path])
-    commit_generation(store, 0)
-    store.close(remove=False)
-    (tmp_path / "default/rank-00000/lock").unlink()
-    (tmp_path / "default/rank-00000/thesis.bin").write_bytes(PRECIOUS)
-    recover_store([tmp_path]).close(remove=True)
-    assert tree(tmp_path / "default/rank-00000") == {"thesis.bin"}
+    folder = left(tmp_path)
+    (folder / "lock").unlink()
+    (folder / "thesis.bin").write_bytes(PRECIOUS)
+    assert recovered(tmp_path) == 0
+    assert tree(folder) == {"thesis.bin"}
