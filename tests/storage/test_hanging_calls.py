@@ -17,7 +17,7 @@ from lightning_smartinfinity.storage.jobs import jobs
 from lightning_smartinfinity.storage.state import scrub
 from tests.helpers.attacks import Attack
 from tests.helpers.silent_disk import ERROR, SAID, SECONDS, SilentDisk, gives_up
-from tests.storage.makers import commit_generation, create
+from tests.storage.makers import create, left, recovered
 
 Capture: TypeAlias = pytest.CaptureFixture[str]
 
@@ -57,17 +57,12 @@ def test_a_file_for_parameters_that_is_not_opened(tmp_path: Path, disk: SilentDi
 def test_a_store_that_is_not_recovered(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
     """The error names the file that is read; the store is as it was, and can be recovered later."""
     attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
-    store = create([tmp_path])
-    commit_generation(store, 0)
-    store.close(remove=False)
-    state = tmp_path / "default" / "rank-00000" / "state.bin"
+    state = left(tmp_path) / "state.bin"
     disk.hang(os, "pread", when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == str(state))
     with gives_up(state, "Reading"):
         recover_store([tmp_path], io_timeout=SECONDS)
     disk.answer()
-    recovered = recover_store([tmp_path])
-    assert recovered.generation == 0
-    recovered.close(remove=True)
+    assert recovered(tmp_path) == 0
 
 
 def test_files_that_do_not_grow(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
@@ -84,37 +79,37 @@ def test_files_that_do_not_grow(tmp_path: Path, disk: SilentDisk, attack: Attack
     store.close(remove=True)
 
 
-@pytest.mark.parametrize(("module", "name"), [(jobs, "find_jobs"), (scrub, "_newest")])
-def test_state_that_is_not_looked_at(
-    module: Any, name: str, tmp_path: Path, disk: SilentDisk, attack: Attack, capsys: Capture
+SCRUB = ("a disk stops answering while a checkpoint or state is scrubbed", SAID)
+JOBS = ("a disk stops answering while jobs are listed or removed", ERROR)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "command", "row"),
+    [
+        (jobs, "find_jobs", ["scrub"], SCRUB),
+        (scrub, "_newest", ["scrub"], SCRUB),
+        (os, "scandir", ["jobs"], JOBS),
+        (os, "unlink", ["jobs", "--remove", "default"], JOBS),
+    ],
+)
+def test_commands_whose_disk_does_not_answer(
+    module: Any,
+    name: str,
+    command: list[str],
+    row: tuple[str, str],
+    tmp_path: Path,
+    disk: SilentDisk,
+    attack: Attack,
+    capsys: Capture,
 ) -> None:
-    """A scrub gives up folders, manifests and records that it cannot read, and says that it cannot tell."""
-    attack("a disk stops answering while a checkpoint or state is scrubbed", tries=1, outcome=SAID)
-    store = create([tmp_path], world_size=1)
-    commit_generation(store, 0)
-    store.close(remove=False)
+    """A scrub says that it cannot tell. The list of jobs, and the removal of one, end. Both name the folder."""
+    attack(row[0], tries=1, outcome=row[1])
+    left(tmp_path, world_size=1)
     disk.works_until_it_hangs()
     disk.hang(module, name)
     with io_limit(SECONDS):
-        assert main(["scrub", str(tmp_path), "--quiet"]) == 2
-    assert disk.hung == 1
-    assert f"did nothing for {SECONDS} s" in capsys.readouterr().err
-    disk.answer()
-
-
-@pytest.mark.parametrize(("call", "options"), [("scandir", []), ("unlink", ["--remove", "default"])])
-def test_jobs_that_are_not_looked_at(
-    call: str, options: list[str], tmp_path: Path, disk: SilentDisk, attack: Attack, capsys: Capture
-) -> None:
-    """The list of jobs, and the removal of one, end and say which folder does not answer."""
-    attack("a disk stops answering while jobs are listed or removed", tries=1, outcome=ERROR)
-    store = create([tmp_path], world_size=1)
-    commit_generation(store, 0)
-    store.close(remove=False)
-    disk.works_until_it_hangs()
-    disk.hang(os, call)
-    with io_limit(SECONDS):
-        assert main(["jobs", str(tmp_path), "--quiet", *options]) != 0
+        status = main([command[0], str(tmp_path), "--quiet", *command[1:]])
+    assert status == 2 if row == SCRUB else status != 0
     assert disk.hung == 1
     assert f"did nothing for {SECONDS} s" in capsys.readouterr().err
     disk.answer()
@@ -126,10 +121,7 @@ def test_jobs_beside_a_disk_that_does_not_answer(
     """The jobs of the other folders are listed, and the exit status says that some are unknown."""
     folders = [tmp_path / name for name in ("dead", "works")]
     for folder in folders:
-        folder.mkdir()
-        store = create([folder], world_size=1)
-        commit_generation(store, 0)
-        store.close(remove=False)
+        left(folder, world_size=1)
     (tmp_path / "mounts").write_text(f"/dev/a {folders[0]} ext4 rw 0 0\n")
     monkeypatch.setattr(in_time, "_MOUNTS", tmp_path / "mounts")
     disk.hang(os, "scandir", when=lambda path, *_: path == folders[0])

@@ -10,16 +10,13 @@ import pytest
 
 from lightning_smartinfinity.errors import StorageError, StorageLockedError
 from lightning_smartinfinity.storage.jobs.jobs import Job, find_jobs, remove_job
-from tests.storage.makers import commit_generation, create, created, tree
+from tests.storage.makers import created, left, tree
 
 
-def left(storage: Path, *generations: int, **config: object) -> None:
+def of_ranks(storage: Path, *generations: int, **config: object) -> None:
     """Leave the state of one rank of a job for each of these generations."""
     for rank, generation in enumerate(generations):
-        store = create([storage], rank=rank, **config)
-        for number in range(generation + 1):
-            commit_generation(store, number)
-        store.close(remove=False)
+        left(storage, rank=rank, generations=generation + 1, **config)
 
 
 def only(storage: Path) -> Job:
@@ -29,7 +26,7 @@ def only(storage: Path) -> Job:
 
 def test_a_dead_job(tmp_path: Path) -> None:
     """The newest generation is the one that all ranks have, and the size is what their files take."""
-    left(tmp_path, 2, 1, job="mine")
+    of_ranks(tmp_path, 2, 1, job="mine")
     (tmp_path / "mine/notes").mkdir()
     (tmp_path / "others").mkdir()
     before = tree(tmp_path)
@@ -58,8 +55,8 @@ def test_a_job_in_use(tmp_path: Path) -> None:
 
 def test_a_dead_job_is_removed(tmp_path: Path) -> None:
     """State, what was archived and the folders go; other jobs stay."""
-    left(tmp_path, 0, 0)
-    left(tmp_path, 0, job="other")
+    of_ranks(tmp_path, 0, 0)
+    of_ranks(tmp_path, 0, job="other")
     (tmp_path / "default/rank-00000/manifest.json.1.aside").write_text("damaged")
     assert remove_job(find_jobs(tmp_path)[0], kept=False) == []
     assert [job.name for job in find_jobs(tmp_path)] == ["other"]
@@ -67,44 +64,27 @@ def test_a_dead_job_is_removed(tmp_path: Path) -> None:
 
 
 def test_files_of_something_else_stay(tmp_path: Path) -> None:
-    """A folder with other files is left, and is named."""
-    left(tmp_path, 0)
-    mine = tmp_path / "default/rank-00000/mine"
-    mine.touch()
-    assert remove_job(only(tmp_path), kept=False) == [mine.parent]
-    assert [path.name for path in mine.parent.iterdir()] == ["mine"]
-
-
-def test_only_manifests_that_were_archived_are_removed(tmp_path: Path) -> None:
-    """A file of the user with a similar name stays."""
-    left(tmp_path, 0)
+    """A folder with other files is left, and is named. Of archived files only manifests and locks are ours."""
+    of_ranks(tmp_path, 0)
     folder = tmp_path / "default/rank-00000"
-    names = ["notes.aside", "manifest.json.x.aside", "manifest.json.1.aside.txt", "lockx1.aside"]
+    names = ["mine", "notes.aside", "manifest.json.x.aside", "manifest.json.1.aside.txt", "lockx1.aside"]
     for name in [*names, "manifest.json.2.aside", "lock.1.aside"]:
         (folder / name).touch()
     assert remove_job(only(tmp_path), kept=False) == [folder]
     assert sorted(os.listdir(folder)) == sorted(names)
 
 
-def test_a_job_that_was_kept_after_it_was_listed(tmp_path: Path) -> None:
-    """What counts is whether the state is to be kept when it is locked."""
-    left(tmp_path, 0)
-    listed = only(tmp_path)
-    left(tmp_path, 0, keep=True)
-    before = tree(tmp_path)
-    with pytest.raises(StorageError, match="is to be kept"):
-        remove_job(listed, kept=False)
-    assert tree(tmp_path) == before
-
-
 def test_a_kept_job_is_removed_on_request(tmp_path: Path) -> None:
-    """State that is to be kept is listed as such, and goes only if that is asked for."""
-    left(tmp_path, 0, keep=True)
-    job = only(tmp_path)
+    """State that is to be kept goes only if that is asked for. What counts is whether it is kept when it is locked."""
+    of_ranks(tmp_path, 0)
+    listed = only(tmp_path)
+    of_ranks(tmp_path, 0, keep=True)
+    before = tree(tmp_path)
+    for job in (listed, only(tmp_path)):
+        with pytest.raises(StorageError, match="is to be kept") as caught:
+            remove_job(job, kept=False)
+        assert "--kept" in caught.value.remedy and tree(tmp_path) == before
     assert job.kept
-    with pytest.raises(StorageError, match="is to be kept") as caught:
-        remove_job(job, kept=False)
-    assert "--kept" in caught.value.remedy
     remove_job(job, kept=True)
     assert tree(tmp_path) == set()
 
@@ -112,7 +92,7 @@ def test_a_kept_job_is_removed_on_request(tmp_path: Path) -> None:
 def test_a_job_that_cannot_be_read(tmp_path: Path) -> None:
     """A damaged manifest, a link in place of a folder or of a file is told, and does not hide other jobs."""
     for name in ("damaged", "linked", "whole"):
-        left(tmp_path, 0, job=name)
+        of_ranks(tmp_path, 0, job=name)
     (tmp_path / "damaged/rank-00000/manifest.json").write_text("{")
     (tmp_path / "linked/rank-00001").symlink_to(tmp_path / "whole/rank-00000")
     damaged, linked, whole = find_jobs(tmp_path)
@@ -124,7 +104,7 @@ def test_a_job_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"\0" * 40, b"\xff\xff\n"])
 def test_a_job_with_a_damaged_lock(tmp_path: Path, content: bytes) -> None:
     """It is listed, and removed; what the lock's notes alone had told stays unknown."""
-    left(tmp_path, 0)
+    of_ranks(tmp_path, 0)
     (tmp_path / "default/rank-00000/lock").write_bytes(content)
     job = only(tmp_path)
     assert job.damaged == (content[0] != 0)

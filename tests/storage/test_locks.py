@@ -29,7 +29,7 @@ from lightning_smartinfinity.storage.folders.staging_folder import locked, mark_
 from lightning_smartinfinity.storage.state.space import leftover_bytes
 from tests.helpers.power_loss import RecordedDisk, content
 from tests.helpers.waiting import LIMIT
-from tests.storage.makers import commit_generation, create, created, tree
+from tests.storage.makers import create, created, left, recovered, tree
 
 
 def test_ranks_and_jobs_share_a_folder(tmp_path: Path) -> None:
@@ -47,15 +47,13 @@ def test_ranks_and_jobs_share_a_folder(tmp_path: Path) -> None:
 def test_kept_store_is_refused(tmp_path: Path, device: int) -> None:
     """A store created with keep=True is not replaced, whichever of its folders is named again."""
     folders = [tmp_path / "a", tmp_path / "b"]
-    store = create(folders, keep=True)
-    commit_generation(store, 0)
-    store.close(remove=False)
+    left(*folders, keep=True)
     before = tree(tmp_path)
     with pytest.raises(StorageError, match="asked to keep it") as caught:
         create([tmp_path / "new", folders[device]])
     assert "Remove that folder" in caught.value.remedy
     assert tree(tmp_path) == before
-    assert recover_store(folders).generation == 0
+    assert recovered(*folders) == 0
 
 
 def test_locked_by_another_process(tmp_path: Path) -> None:
@@ -97,14 +95,6 @@ def test_a_lock_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     lock.release(remove=True)
 
 
-def left(storage: Path, **config: object) -> Path:
-    """Leave a store as a kill does, and return the lock in its folder."""
-    store = create([storage], **config)
-    commit_generation(store, 0)
-    store.close(remove=False)
-    return storage / "default/rank-00000/lock"
-
-
 @pytest.mark.parametrize("how", ["zeros", "nothing", "noise"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_damaged_lock(tmp_path: Path, how: str, keep: bool, caplog: pytest.LogCaptureFixture) -> None:
@@ -112,7 +102,7 @@ def test_a_damaged_lock(tmp_path: Path, how: str, keep: bool, caplog: pytest.Log
 
     State that is to be kept stays: its manifest says so.
     """
-    lock = left(tmp_path, keep=keep)
+    lock = left(tmp_path, keep=keep) / "lock"
     assert leftover_bytes(lock.parent) > 0 or keep
     noise = b"\xff" + lock.read_bytes()[1:]
     lock.write_bytes({"zeros": bytes(lock.stat().st_size), "nothing": b"", "noise": noise}[how])
@@ -134,7 +124,7 @@ def test_a_damaged_lock(tmp_path: Path, how: str, keep: bool, caplog: pytest.Log
 @pytest.mark.parametrize("foreign", [b"precious\n", b"precious\n" * 10_000])
 def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes) -> None:
     """A file in place of a lock stays, unless it is small and a manifest tells that it was a lock."""
-    lock = left(tmp_path)
+    lock = left(tmp_path) / "lock"
     if len(foreign) < 1000:
         (lock.parent / "manifest.json").unlink()
     lock.write_bytes(foreign)
@@ -148,7 +138,7 @@ def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes) -> None:
 
 def test_a_damaged_lock_is_still_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes find a damaged lock: the first to lock it goes on, and the other one is told of it."""
-    lock = left(tmp_path)
+    lock = left(tmp_path) / "lock"
     lock.write_bytes(b"\xff\xff\n")
     real, met = OpenFolder.archive_name, []
 
@@ -177,15 +167,11 @@ def test_a_new_lock_survives_a_power_loss(tmp_path: Path) -> None:
 
 
 def test_locked_by_this_process(tmp_path: Path) -> None:
-    """Two stores of one process cannot share any of their folders."""
+    """Two stores of one process cannot share any of their folders. One that is garbage-collected has no lock."""
     with created([tmp_path / "a", tmp_path / "b"]):
         with pytest.raises(StorageLockedError, match=f"process {os.getpid()}"):
             create([tmp_path / "c", tmp_path / "b"])
         assert tree(tmp_path / "c") == set() or not (tmp_path / "c").exists()
-
-
-def test_store_that_nobody_closed_releases_its_lock(tmp_path: Path) -> None:
-    """A store that is garbage-collected releases its lock before the process ends."""
     store = create([tmp_path])
     del store
     with created([tmp_path]):

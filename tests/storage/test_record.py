@@ -27,7 +27,7 @@ from lightning_smartinfinity.storage.state.commit_record import (
 )
 from lightning_smartinfinity.storage.state.recovery import records_of
 from lightning_smartinfinity.storage.state.scrub import scrub_rank
-from tests.storage.makers import commit_generation, create
+from tests.storage.makers import commit_generation, create, left, recovered
 
 JOB = bytes(range(16))
 
@@ -99,11 +99,13 @@ RECORD = range(56 + 5 * 14 + 2 * 8 + 4)
 
 def three_generations(folder: Path) -> Path:
     """Return the commit records of a closed store; that of generation 2 lies first."""
-    store = create([folder], world_size=1)
-    for generation in range(3):
-        commit_generation(store, generation)
-    store.close(remove=False)
-    return Path(store.files[0].path).with_name("commit.bin")
+    return left(folder, generations=3, world_size=1) / "commit.bin"
+
+
+def recovered_silently(folder: Path) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return recovered(folder)
 
 
 def flipped(content: bytes, at: int) -> bytes:
@@ -128,15 +130,9 @@ def test_the_newest_record_cannot_be_read(damage: str, tmp_path: Path) -> None:
     (scrubbed,) = scrub_rank([path.parent], rank=0, show=hidden).unknown
     assert re.search(said.replace("Going on from generation 1", "Generation 1 was read"), scrubbed)
     with pytest.warns(UserWarning, match=said):
-        store = recover_store([tmp_path])
-    assert store.generation == 1
-    store.close(remove=False)
+        assert recovered(tmp_path, remove=False) == 1
     assert path.read_bytes()[4096:] == whole[4096:]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        store = recover_store([tmp_path])
-    assert store.generation == 1
-    store.close(remove=True)
+    assert recovered_silently(tmp_path) == 1
 
 
 def test_the_older_record_cannot_be_read(tmp_path: Path) -> None:
@@ -144,9 +140,7 @@ def test_the_older_record_cannot_be_read(tmp_path: Path) -> None:
     path = three_generations(tmp_path)
     path.write_bytes(flipped(path.read_bytes(), 4096 + 60))
     with pytest.warns(UserWarning, match=r"torn by a power loss or damaged since\. Going on from generation 2\."):
-        store = recover_store([tmp_path])
-    assert store.generation == 2
-    store.close(remove=True)
+        assert recovered(tmp_path) == 2
 
 
 def test_no_record_can_be_read(tmp_path: Path) -> None:
@@ -168,8 +162,4 @@ def test_a_record_that_was_erased(last: int, tmp_path: Path) -> None:
     store.revert()
     store.close(remove=False)
     assert scrub_rank([tmp_path / "default/rank-00000"], rank=0, show=hidden).unknown == ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        store = recover_store([tmp_path])
-    assert store.generation == last
-    store.close(remove=True)
+    assert recovered_silently(tmp_path) == last

@@ -41,7 +41,10 @@ def flip(path: Path, offset: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 64])
 def test_a_whole_store(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All extents of both folders are read, in any order of the folders, with progress, and nothing changes."""
+    """All extents of both folders are read, in any order of the folders, with progress, and nothing changes.
+
+    State that is partly in a folder which was not named is not called whole.
+    """
     monkeypatch.setattr(scrub, "_BATCH", batch)
     store, folders = made(tmp_path / "a", tmp_path / "b")
     before, told = tree(tmp_path), []
@@ -53,6 +56,8 @@ def test_a_whole_store(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPat
 
     found = scrub_rank(folders[::-1], rank=0, show=show)
     assert (found.generation, found.num_extents, found.damaged) == (1, store.extents.num_tasklets, ())
+    (sentence,) = scrub_rank(folders[:1], rank=0, show=hidden).damaged
+    assert "2 storage folders; 1 named" in sentence
     assert found.num_bytes == sum(extent.nbytes for extent in store.extents.extents) > 0
     assert sum(told) == 0 and len(told) > 1
     assert tree(tmp_path) == before
@@ -72,17 +77,10 @@ def test_every_damaged_extent_is_named(tmp_path: Path, attack: Attack) -> None:
         tries += 1
     for tasklet in (1, 3):
         flip(folder / "state.bin", offsets[tasklet])
+    (free, *_) = set(range(2 * store.extents.num_tasklets)) - set(store.placement.positions.tolist())
+    flip(folder / "state.bin", store.extents.place_offset(free))  # where the newest generation has nothing
     assert len(scrub_rank([folder], rank=0, show=hidden).damaged) == 2
     attack("bit flip in state on storage, before a scrub", tries=tries + 2, outcome="the scrub names the extent")
-
-
-def test_the_place_of_an_older_generation(tmp_path: Path) -> None:
-    """Damage where the newest generation has nothing is not damage."""
-    store, (folder,) = made(tmp_path)
-    taken = set(store.placement.positions.tolist())
-    (free, *_) = set(range(2 * store.extents.num_tasklets)) - taken
-    flip(folder / "state.bin", store.extents.place_offset(free))
-    assert scrub_rank([folder], rank=0, show=hidden).damaged == ()
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "commit.bin", "state.bin"])
@@ -94,13 +92,6 @@ def test_a_file_without_content(tmp_path: Path, name: str) -> None:
     damaged = scrub_rank([folder], rank=0, show=hidden).damaged
     assert damaged and all(name in sentence for sentence in damaged)
     assert len(damaged) == (store.extents.num_tasklets if name == "state.bin" else 1)
-
-
-def test_a_folder_is_missing(tmp_path: Path) -> None:
-    """State that lies in a further folder is not called whole."""
-    _, folders = made(tmp_path / "a", tmp_path / "b")
-    (sentence,) = scrub_rank(folders[:1], rank=0, show=hidden).damaged
-    assert "2 storage folders; 1 named" in sentence
 
 
 def test_the_lock_of_a_store_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
