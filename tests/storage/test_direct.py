@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.storage import recover_store
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.native.stored import takes_direct
 from tests.storage.makers import commit_generation, create, created, tree
 
 
@@ -29,7 +28,7 @@ def memory_folder() -> Iterator[Path]:
 
 def test_block_device_is_direct(tmp_path: Path) -> None:
     """Direct I/O is used without a warning where the file system has it, and never if it is switched off."""
-    choices = {"auto": True, "on": True, "off": False} if has_direct_io(tmp_path) else {"off": False}
+    choices = {"auto": True, "on": True, "off": False} if takes_direct(tmp_path) else {"off": False}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for choice, direct in choices.items():
@@ -37,23 +36,11 @@ def test_block_device_is_direct(tmp_path: Path) -> None:
                 assert store.files[0].direct is direct
 
 
-def has_direct_io(folder: Path) -> bool:
-    """Return whether the folder has direct I/O, according to coreutils and the kernel."""
-    kind = subprocess.run(
-        ["stat", "-f", "-c", "%T", folder], check=True, capture_output=True, text=True, timeout=PROCESS_LIMIT
-    ).stdout
-    probe = folder / "probe"
-    try:
-        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT))
-    except OSError:
-        return False
-    finally:
-        probe.unlink(missing_ok=True)
-    return kind.strip() not in ("tmpfs", "ramfs")
-
-
 def test_memory_file_system_warns(memory_folder: Path) -> None:
-    """A tmpfs warns, because state there takes the host memory that it is meant to save. direct_io="off" is silent."""
+    """A tmpfs warns, because state there takes the host memory that it is meant to save. direct_io="off" is silent.
+
+    With direct_io="on" it is refused, and nothing is left behind.
+    """
     with pytest.warns(UserWarning, match="tmpfs, which lives in host memory.*direct_io='off'"):
         store = create([memory_folder])
     assert store.files[0].direct is False
@@ -64,10 +51,6 @@ def test_memory_file_system_warns(memory_folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         create([memory_folder], direct_io="off").close(remove=True)
-
-
-def test_memory_file_system_refused(memory_folder: Path) -> None:
-    """With direct_io="on" a tmpfs is refused, and nothing is left behind."""
     with pytest.raises(StorageError, match="tmpfs") as caught:
         create([memory_folder], direct_io="on")
     assert "direct_io='auto'" in caught.value.remedy

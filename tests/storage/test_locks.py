@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +28,7 @@ from lightning_smartinfinity.storage.folders.replacement import flush
 from lightning_smartinfinity.storage.folders.staging_folder import locked, mark_of
 from lightning_smartinfinity.storage.state.space import leftover_bytes
 from tests.helpers.power_loss import RecordedDisk, content
-from tests.helpers.waiting import LIMIT
+from tests.helpers.waiting import LIMIT, await_that
 from tests.storage.makers import create, created, left, recovered, tree
 
 
@@ -182,26 +182,16 @@ def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     """A forked DataLoader worker that outlives the trainer does not keep the folder locked."""
     folder = OpenFolder(tmp_path)
     lock = FolderLock(folder)
-    parent, child = socket.socketpair()
-    parent.settimeout(LIMIT)
-    child.settimeout(LIMIT)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            parent.close()
-            child.send(b"x")
-            child.recv(1)  # lives until the parent is done
-        finally:
-            os._exit(0)
-    child.close()
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=[LIMIT], daemon=True)
+    worker.start()
     try:
-        parent.recv(1)
         assert is_locked(folder)
         lock.forget()
-        assert not is_locked(folder)
+        await_that(lambda: not is_locked(folder))
+        assert worker.is_alive()
     finally:
-        parent.close()
-        os.waitpid(pid, 0)
+        worker.kill()
+        worker.join()
 
 
 def test_lock_whose_file_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.errors import StorageFullError
-from lightning_smartinfinity.storage import recover_store
 from lightning_smartinfinity.storage.spread import Placement, next_placement, places_needed
 from lightning_smartinfinity.storage.state import capacities
 from lightning_smartinfinity.storage.state.commit_record import CommitRecord
 from lightning_smartinfinity.storage.state.pin import Pin
-from tests.storage.makers import commit_generation, created
+from tests.storage.makers import commit_generation, created, recovered
 
 
 def places(placement: Placement, tasklets: Sequence[int] | None = None) -> set[tuple[int, int]]:
@@ -70,6 +69,8 @@ def test_a_pin_grows_the_files_and_keeps_assigned_folders(tmp_path: Path) -> Non
         pin.release_all()
         assert store.spread([1, store.extents.num_tasklets - 1])
         assert pin.record.generation == 0 and store.generation == 3
+        store.close(remove=False)
+    assert recovered(*folders) == 3  # as after a kill
 
 
 def test_a_rollback_of_a_later_generation_leaves_the_pin(tmp_path: Path) -> None:
@@ -81,19 +82,6 @@ def test_a_rollback_of_a_later_generation_leaves_the_pin(tmp_path: Path) -> None
         store.revert()
         assert store.generation == pin.record.generation
         assert not places(store.next_placement()) & places(pin.record.placement)
-
-
-def test_a_killed_process_leaves_a_store_that_opens(tmp_path: Path) -> None:
-    """Recovery finds the newest generation in a file that had grown for a pin."""
-    with created([tmp_path]) as store:
-        commit_generation(store, 0)
-        store.pin()
-        for generation in range(1, 4):
-            commit_generation(store, generation)
-        store.close(remove=False)
-    recovered = recover_store([tmp_path])
-    assert recovered.generation == 3
-    recovered.close(remove=True)
 
 
 def test_a_pin_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError
 from lightning_smartinfinity.storage import SpaceRequest, measure_space, require_space, shortfalls
-from tests.storage.makers import create, extents
+from tests.storage.makers import create, extents, left
 
 
 def request(**changes: object) -> SpaceRequest:
@@ -55,23 +56,17 @@ def test_verdict_does_not_depend_on_order(gathered: list[SpaceRequest], random: 
 
 
 def test_ranks_that_share_a_disk_are_summed() -> None:
-    """Ranks on one disk are summed: each alone would fit, but not both. Ranks on different disks or machines fit."""
-    assert shortfalls([request()]) == ()
+    """Ranks on one disk are summed: each alone would fit, but not both. Ranks on different disks or machines fit.
+
+    Containers on one machine share its disks despite their own host names, and the error names both. Space of leftovers
+    counts as free.
+    """
     (missing,) = shortfalls([request(path="/disk/b"), request(path="/disk/a")])
     assert (missing.needed_bytes, missing.free_bytes, missing.paths) == (120, 100, ("/disk/a", "/disk/b"))
-    assert shortfalls([request(), request(file_system=8)]) == ()
-    assert shortfalls([request(), request(machine="two")]) == ()
-
-
-def test_containers_of_one_machine_share_its_disks() -> None:
-    """Containers on one machine share its disks despite their own host names, and the error names both."""
+    for fitting in ([], [request(file_system=8)], [request(machine="two")], [request(reclaimable_bytes=20)]):
+        assert shortfalls([request(), *fitting]) == ()
     with pytest.raises(StorageFullError, match=r"on 'first', 'second', where"):
         require_space([request(host="second"), request(host="first")])
-
-
-def test_space_of_a_leftover_counts_as_free() -> None:
-    """Space of leftovers that creating a store deletes counts as free."""
-    assert shortfalls([request(), request(reclaimable_bytes=20)]) == ()
 
 
 def test_error_names_folders_and_bytes() -> None:
@@ -103,14 +98,6 @@ def measured(folder: Path) -> SpaceRequest:
     return measure_space([folder], job="j", rank=0, extents=extents(), num_parameters=2)[0]
 
 
-def test_a_file_system_that_holds_no_files() -> None:
-    """/proc has no free space, and the error does not ask for more."""
-    with pytest.raises(StorageError, match=r"'/proc/nowhere/storage' failed: No such file") as caught:
-        measured(Path("/proc/nowhere/storage"))
-    assert not isinstance(caught.value, StorageFullError)
-    assert "are free" not in str(caught.value) and "choose another folder" in caught.value.remedy
-
-
 @pytest.fixture
 def without_space(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Make the system say that no file system has free space."""
@@ -125,57 +112,50 @@ def without_space(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.EROFS, "mounted read-only"), (errno.EACCES, "and write permission")]
-)
-def test_a_folder_in_which_nothing_can_be_created(
-    number: int, remedy: str, tmp_path: Path, without_space: pytest.MonkeyPatch
-) -> None:
-    """A read-only file system, which has no free space either, and a lack of permission are named."""
-
-    def refused(*_: object) -> None:
+def refused(number: int) -> Callable[..., None]:
+    def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    without_space.setattr(os, "mkdir", refused)
-    with pytest.raises(StorageError, match=os.strerror(number)) as caught:
-        measured(tmp_path / "storage")
-    assert not isinstance(caught.value, StorageFullError)
-    assert remedy in caught.value.remedy and str(tmp_path / "storage") in caught.value.problem
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EROFS, "mounted read-only"), (errno.EACCES, "and write permission"), (None, "choose another folder")],
+    ids=["read-only", "no permission", "/proc"],
+)
+def test_a_folder_in_which_nothing_can_be_created(
+    number: int | None, remedy: str, tmp_path: Path, without_space: pytest.MonkeyPatch
+) -> None:
+    """A read-only file system, which has no free space either, a lack of permission, and one without files are named.
+
+    The error does not ask for more space.
+    """
+    folder = tmp_path / "storage" if number else Path("/proc/nowhere/storage")
+    if number:
+        without_space.setattr(os, "mkdir", refused(number))
+    with pytest.raises(StorageError, match=os.strerror(number or errno.ENOENT)) as caught:
+        measured(folder)
+    assert not isinstance(caught.value, StorageFullError) and "are free" not in str(caught.value)
+    assert remedy in caught.value.remedy and str(folder) in caught.value.problem
 
 
 def test_a_full_file_system(tmp_path: Path, without_space: pytest.MonkeyPatch) -> None:
     """It is measured, whether or not it has room for another folder, and nothing is left there."""
     assert measured(tmp_path / "storage").free_bytes == 0
     assert list(tmp_path.iterdir()) == []
-
-    def refused(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    without_space.setattr(os, "mkdir", refused)
+    without_space.setattr(os, "mkdir", refused(errno.ENOSPC))
     with pytest.raises(StorageFullError, match=r"where 0\.00 MiB are free"):
         require_space([measured(tmp_path / "storage")])
 
 
-def test_measured_bytes_suffice(tmp_path: Path) -> None:
-    """A store allocates no more than was measured."""
-    (asked,) = measure_space([tmp_path], job="default", rank=0, extents=extents(), num_parameters=2)
-    store = create([tmp_path])
+def test_leftovers(tmp_path: Path) -> None:
+    """A store allocates no more than was measured. It counts as reclaimable unless it is to be kept or in use."""
+    asked = measured(tmp_path)
+    store = create([tmp_path], job="j")
     taken = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*") if path.is_file())
-    store.close(remove=True)
-    assert taken <= asked.needed_bytes
-
-
-def test_reclaimable_leftover(tmp_path: Path) -> None:
-    """A leftover counts as reclaimable unless it is to be kept or in use."""
-
-    def reclaimable() -> int:
-        return measure_space([tmp_path], job="default", rank=0, extents=extents(), num_parameters=2)[
-            0
-        ].reclaimable_bytes
-
-    store = create([tmp_path])
-    assert reclaimable() == 0
+    assert taken <= asked.needed_bytes and measured(tmp_path).reclaimable_bytes == 0
     store.close(remove=False)
-    assert reclaimable() >= extents().file_bytes(0)
-    create([tmp_path], keep=True).close(remove=False)
-    assert reclaimable() == 0
+    assert measured(tmp_path).reclaimable_bytes >= extents().file_bytes(0)
+    left(tmp_path, job="j", keep=True)
+    assert measured(tmp_path).reclaimable_bytes == 0
