@@ -40,13 +40,6 @@ def answer() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_what_returns(tmp_path: Path) -> None:
-    """The result, or the error, is that of the function."""
-    assert strictly(lambda: 7, doing="Asking", path=tmp_path / "file") == 7
-    with pytest.raises(OSError, match="gone"):
-        strictly(lambda: (_ for _ in ()).throw(OSError("gone")), doing="Asking", path=tmp_path / "file")
-
-
 class Held:
     """Something that a caller refers to."""
 
@@ -167,7 +160,10 @@ def test_a_commit_record_that_is_not_written(
 
 
 def test_a_disk_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SilentDisk) -> None:
-    """A call that lasts many times the limit returns if its disk completes requests all the time."""
+    """A call that lasts many times the limit returns if its disk completes requests all the time.
+
+    Forty limits end it, whatever the disk does for others, and Ctrl-C ends it within seconds.
+    """
     counts = itertools.count()
 
     def count(_: Path) -> int:
@@ -176,27 +172,14 @@ def test_a_disk_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk
         return number
 
     monkeypatch.setattr(calls, "completed_requests", count)
-    assert in_time(disk.answers.wait, doing="Flushing", path=tmp_path, seconds=0.1)
-
-
-def test_a_disk_that_works_after_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SilentDisk
-) -> None:
-    """Ctrl-C ends the call within seconds all the same."""
-    counts = itertools.count()
-    monkeypatch.setattr(calls, "completed_requests", lambda _: next(counts))
-    with interrupted():
-        in_time(disk.answers.wait, doing="Flushing", path=tmp_path / "a" / "b", seconds=10 * LIMIT)
-
-
-def test_a_disk_that_works_for_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SilentDisk) -> None:
-    """A call that does not return is given up after forty limits, whatever the disk does meanwhile."""
-    counts = itertools.count()
-    monkeypatch.setattr(calls, "completed_requests", lambda _: next(counts))
+    assert in_time(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=0.1)
+    disk.answers.clear()
     began = time.monotonic()
     with pytest.raises(StorageTimeoutError):
-        in_time(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=0.1)
+        in_time(disk.answers.wait, doing="Flushing", path=tmp_path / "b" / "c", seconds=0.1)
     assert time.monotonic() - began > 40 * 0.1
+    with interrupted():
+        in_time(disk.answers.wait, doing="Flushing", path=tmp_path / "d" / "e", seconds=10 * LIMIT)
 
 
 @pytest.mark.parametrize("counted", [True, False])

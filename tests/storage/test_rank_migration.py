@@ -63,26 +63,20 @@ def test_a_kill_before_the_new_stores_are_whole(created: int, recorded: int, ran
     assert steps_in(folders, JOB) == whole(7, ranks=OLD, folders=2) and steps_in(folders) == {}
 
 
-def test_a_kill_while_the_old_stores_move(folders: list[Path]) -> None:
+@pytest.mark.parametrize("way_back", [False, True])
+def test_a_kill_while_the_old_stores_move(way_back: bool, folders: list[Path]) -> None:
     """They are moved back together, on the way there and on the way back."""
     plan = way(folders)
+    if way_back:
+        carry_out(plan, ranks=NEW)
+        fill(folders, recorded=0)
+        plan = plan_putting_together([find_parts(folders, jobs_beside(JOB))] * NEW, job=JOB)
     with ExitStack() as opened:
         movers = [opened.enter_context(closing(Mover(plan, rank=rank))) for rank in range(NEW)]
-        for mover in movers:
-            mover.claim()
-        movers[1].move()
-    assert len(steps_in(folders)) == len(steps_in(folders, JOB)) == 2
-    resume(folders, ranks=1)
-    assert steps_in(folders, JOB) == whole(7, ranks=OLD, folders=2) and steps_in(folders) == {}
-    carry_out(way(folders), ranks=NEW)
-    fill(folders, recorded=0)
-    plan = plan_putting_together([find_parts(folders, jobs_beside(JOB))] * NEW, job=JOB)
-    with ExitStack() as opened:
-        movers = [opened.enter_context(closing(Mover(plan, rank=rank))) for rank in range(NEW)]
-        for stage in (Mover.claim, Mover.make_room):
+        for stage in (Mover.claim, Mover.make_room) if way_back else (Mover.claim,):
             for mover in movers:
                 stage(mover)
-        movers[0].move()
+        movers[0 if way_back else 1].move()
     assert len(steps_in(folders)) == len(steps_in(folders, JOB)) == 2
     resume(folders, ranks=1)
     assert steps_in(folders, JOB) == whole(7, ranks=OLD, folders=2) and steps_in(folders) == {}

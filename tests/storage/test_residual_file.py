@@ -58,20 +58,23 @@ def resumed(folder: Path) -> tuple[int, NDArray[np.float32]]:
     return newest.step, found
 
 
-@pytest.mark.parametrize("numel", [1, 1023, 1024, 2048, 2049, NUMEL])
-@pytest.mark.parametrize("durability", ["step", "power"])
-def test_the_newest_one_is_found(tmp_path: Path, numel: int, durability: str) -> None:
-    """The residual of the newest record comes back to the bit, whatever its length."""
-    residuals = trained(tmp_path, numel=numel, durability=durability)
+ENGINES = sorted(name for name, reason in native.io_engines() if reason is None)
+
+
+@pytest.mark.parametrize(
+    ("numel", "config"),
+    [
+        *((numel, {"durability": "step"}) for numel in (1, 1023, 1024, 2048, 2049)),
+        (NUMEL, {"durability": "power"}),
+        *((NUMEL, {"io_engine": engine}) for engine in ENGINES),
+    ],
+    ids=str,
+)
+def test_the_newest_one_is_found(tmp_path: Path, numel: int, config: dict[str, Any]) -> None:
+    """The residual of the newest record comes back to the bit, whatever its length, and by every engine."""
+    residuals = trained(tmp_path, numel=numel, **config)
     step, found = resumed(tmp_path)
     assert step == 1 and found.tobytes() == residuals[1].tobytes()
-
-
-@pytest.mark.parametrize("engine", sorted(name for name, reason in native.io_engines() if reason is None))
-def test_every_engine(tmp_path: Path, engine: str) -> None:
-    """Residuals are written by the engine that the user chose."""
-    residuals = trained(tmp_path, io_engine=engine)
-    assert resumed(tmp_path)[1].tobytes() == residuals[1].tobytes()
 
 
 def test_it_waits_for_the_commit(tmp_path: Path) -> None:
@@ -89,10 +92,9 @@ def test_it_waits_for_the_commit(tmp_path: Path) -> None:
     assert resumed(tmp_path)[1].tobytes() == values.tobytes()
 
 
-@pytest.mark.parametrize("durability", ["step", "power"])
-def test_a_record_that_is_written_again_keeps_it(tmp_path: Path, durability: str) -> None:
+def test_a_record_that_is_written_again_keeps_it(tmp_path: Path) -> None:
     """A record whose content is exchanged keeps number and residual. A kill within the exchange leaves it as it was."""
-    residuals = trained(tmp_path, durability=durability)
+    residuals = trained(tmp_path)
     unfinished = tmp_path / "default/rank-00000/training-0.bin.new"
     unfinished.write_bytes(b"LSITRN01")
     unfinished.chmod(0o600)
