@@ -25,14 +25,14 @@ def run(*command: str | Path, expect_success: bool = True) -> subprocess.Complet
     return completed
 
 
-def run_python(code: str, *arguments: str | Path) -> str:
+def run_python(code: str, *arguments: str | Path, status: int = 0) -> str:
     """Run code in a new interpreter in the checkout and return what it prints. It must print no error."""
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     environment = fresh_environment()
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT, check=False
     )
-    assert (done.returncode, done.stderr) == (0, ""), done
+    assert (done.returncode, done.stderr) == (status, ""), done
     return done.stdout
 
 

@@ -17,7 +17,7 @@ from lightning_smartinfinity.storage.folders.replacement import beside
 from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 from tests.cli.test_jobs import damage
 from tests.helpers.unnamed import unnamed_files
-from tests.storage.makers import commit_generation, create
+from tests.storage.makers import commit_generation, left, recovered
 
 BLOCK = 4096
 CAFE = os.fsdecode(b"caf\xe9")
@@ -31,21 +31,16 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_store(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """State is written, found again and scrubbed. Damage is told with the path, in which such bytes are escaped."""
-    store = create([folder], world_size=1)
-    assert Path(store.files[0].path) == folder / "default/rank-00000/state.bin"
-    commit_generation(store, 0)
-    store.close(remove=False)
+    state = left(folder, world_size=1) / "state.bin"
+    assert state == folder / "default/rank-00000/state.bin"
     store = recover_store([folder])
     commit_generation(store, 1)
     store.keep()
     store.close(remove=False)
-    store = recover_store([folder])
-    assert store.generation == 1 and store.manifest.folders == (str(folder),)
-    store.close(remove=False)
-    assert main(["jobs", str(folder), "--verify", "--quiet"]) == 0
-    assert main(["scrub", str(folder), "--quiet"]) == 0
+    assert store.manifest.folders == (str(folder),) and recovered(folder, remove=False) == 1
+    assert main(["jobs", str(folder), "--verify", "--quiet"]) == main(["scrub", str(folder), "--quiet"]) == 0
     capsys.readouterr()
-    os.truncate(folder / "default/rank-00000/state.bin", 2 * BLOCK)
+    os.truncate(state, 2 * BLOCK)
     assert main(["scrub", str(folder), "--quiet"]) == 1
     assert "caf\\xe9/default/rank-00000/state.bin" in capsys.readouterr().out
     assert main(["jobs", str(folder), "--remove", "default", "--kept"]) == 0
