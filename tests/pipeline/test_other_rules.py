@@ -1,6 +1,9 @@
-"""Adagrad, SGD and RMSprop through the handler: results like torch.optim's, and their state on storage.
+"""Every update rule through the handler: results like torch.optim's, and its state on storage.
 
-The tolerance is that of test_handler.py, but 1e-6 absolute, since a buffer of gradients is several times as large.
+ATen contracts multiplications and additions, and divides where the native core multiplies by an inverse, so results
+differ by a few units in the last place per step. After eight steps a relative 1e-6 and an absolute 1e-7 (of parameters
+of about 1) are allowed. It is 1e-6 absolute where a buffer of gradients is several times as large, and 1e-5 for
+RMSprop, whose buffer sums gradients divided by their root mean square; the first quotient is ten.
 """
 
 from __future__ import annotations
@@ -19,40 +22,49 @@ from tests.pipeline.fake_link import CudaRun, FakeLink
 from tests.pipeline.harness import Case, Run, assert_equal, gradient_of, running
 
 NUM_STEPS = 8
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-ADAGRAD = Case(optimizer=torch.optim.Adagrad, options=({"lr": 1e-2, "weight_decay": 0.05}, {"lr": 3e-3, "eps": 1e-3}))
-SGD = Case(
-    optimizer=torch.optim.SGD, options=({"lr": 1e-2, "weight_decay": 0.05}, {"lr": 3e-3}), defaults={"momentum": 0.9}
-)
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def with_options(case: Case, first: dict[str, Any], second: dict[str, Any]) -> Case:
-    return case.but(options=({**case.options[0], **first}, {**case.options[1], **second}))
+def case_of(
+    optimizer: type[torch.optim.Optimizer], first: dict[str, Any], second: dict[str, Any], **others: Any
+) -> Case:
+    """Return a case whose groups have these options and learning rates of their own."""
+    return Case(optimizer=optimizer, options=({"lr": 1e-2, **first}, {"lr": 3e-3, **second}), **others)
 
 
-RMSPROP = Case(optimizer=torch.optim.RMSprop, options=({"lr": 1e-2}, {"lr": 3e-3, "alpha": 0.4}))
+ADAM, ADAGRAD, SGD, RMSPROP = torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD, torch.optim.RMSprop
+DECAY = {"weight_decay": 0.05}
+MOMENTUM = {"momentum": 0.9}
 
 CASES = {
-    "adagrad": ADAGRAD,
-    "adagrad with everything": with_options(ADAGRAD, {"lr_decay": 0.1}, {"maximize": True}).but(
-        defaults={"initial_accumulator_value": 0.1}
+    "adamw": Case(),
+    "adamw in bf16": Case(dtype=BF16),
+    "adamw in fp16": Case(dtype=FP16),
+    "adam": case_of(ADAM, DECAY, {"betas": (0.8, 0.99), "maximize": True}, dtype=FP16),
+    "adam with decoupled decay": case_of(
+        ADAM, DECAY | {"decoupled_weight_decay": True}, {"lr": 0.0, "betas": (0.3, 0.0)}, dtype=BF16
     ),
-    "sgd": SGD,
-    "sgd with dampening": with_options(SGD, {"dampening": 0.3}, {"maximize": True}),
-    "sgd with nesterov": with_options(SGD, {"nesterov": True}, {"nesterov": True, "momentum": 0.5}),
-    "sgd without momentum": with_options(SGD, {"momentum": 0.0, "dampening": 0.5}, {"momentum": 0.5}),
+    "adagrad": case_of(ADAGRAD, DECAY, {"eps": 1e-3}, dtype=BF16),
+    "adagrad with everything": case_of(
+        ADAGRAD,
+        DECAY | {"lr_decay": 0.1},
+        {"eps": 1e-3, "maximize": True},
+        defaults={"initial_accumulator_value": 0.1},
+    ),
+    "sgd": case_of(SGD, DECAY, {}, defaults=MOMENTUM),
+    "sgd with dampening": case_of(SGD, DECAY | {"dampening": 0.3}, {"maximize": True}, defaults=MOMENTUM, dtype=FP16),
+    "sgd with nesterov": case_of(
+        SGD, DECAY | {"nesterov": True}, {"nesterov": True, "momentum": 0.5}, defaults=MOMENTUM, dtype=BF16
+    ),
+    "sgd without momentum": case_of(SGD, DECAY | {"momentum": 0.0, "dampening": 0.5}, {"momentum": 0.5}),
     # The second group is always plain, so it keeps fewer arrays than the first.
-    **{
-        f"rmsprop with {settings}": with_options(RMSPROP, settings, {})
-        for settings in (
-            {"momentum": momentum, "centered": centered, "weight_decay": weight_decay, "maximize": maximize}
-            for momentum in (0.0, 0.9)
-            for centered in (False, True)
-            for weight_decay in (0.0, 0.05)
-            for maximize in (False, True)
-        )
-    },
+    "rmsprop": case_of(RMSPROP, {}, {"alpha": 0.4}, dtype=FP16),
+    "rmsprop with decay": case_of(RMSPROP, DECAY | {"maximize": True}, {"alpha": 0.4}),
+    "rmsprop with momentum": case_of(RMSPROP, MOMENTUM | {"maximize": True}, {"alpha": 0.4}, dtype=BF16),
+    "rmsprop, centered": case_of(RMSPROP, DECAY | {"centered": True}, {"alpha": 0.4}),
+    "rmsprop with everything": case_of(
+        RMSPROP, MOMENTUM | DECAY | {"centered": True, "maximize": True}, {"alpha": 0.4}
+    ),
 }
 
 
@@ -61,40 +73,45 @@ def begin_momentum(run: Run, number: int) -> None:
     run.optimizer.param_groups[0]["momentum"] = 0.0 if number < 3 else 0.8
 
 
+def tolerance_of(optimizer: torch.optim.Optimizer) -> float:
+    return 1e-7 if isinstance(optimizer, ADAM) else 1e-5 if isinstance(optimizer, RMSPROP) else 1e-6
+
+
 def assert_follows_torch(run: Run, before_step: Callable[[Run, int], object] = lambda run, number: None) -> None:
-    """Assert that masters, arrays and step counts are torch's, wherever torch has them."""
+    """Assert that masters, arrays and step counts are torch's, wherever torch has them, and that padding stays zero."""
     for number in range(NUM_STEPS):
         before_step(run, number)
         run.step(number)
         run.optimizer.step()
+    partition = run.state()["partition"]
     for index, parameter in enumerate(run.parameters):
         state, arrays = run.optimizer.state[parameter], run.handler.state.read_parameter(index)
         expected = {
             "master": parameter.detach(),
             **{name: state[name] for name in run.case.rule.arrays if name in state},
         }
-        # RMSprop's buffer sums gradients divided by their root mean square. The first quotient is ten.
-        absolute = 1e-5 if isinstance(run.optimizer, torch.optim.RMSprop) else 1e-6
         for name, values in expected.items():
-            torch.testing.assert_close(torch.from_numpy(arrays[name]), values, rtol=1e-6, atol=absolute)
+            found, atol = torch.from_numpy(arrays[name]), tolerance_of(run.optimizer)
+            torch.testing.assert_close(found, values, rtol=1e-6, atol=atol)
         (group,) = (group for group in run.optimizer.param_groups if any(p is parameter for p in group["params"]))
         has_state = run.case.rule.holds_state(int(run.handler.steps[index]))
         assert {*expected} == {"master", *(run.case.rule.kept_arrays([group]) if has_state else ())}
         if "step" in state:
             assert run.handler.steps[index] == state["step"]
+        where = run.layout.parameters[index]
+        assert not partition[where.offset + where.real_numel : where.offset + where.numel].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_follows_torch(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_follows_torch(tmp_path: Path, name: str) -> None:
     """Results follow torch through groups, schedules, scaling and skipped parameters."""
-    with running(tmp_path, CASES[name].but(dtype=dtype)) as run:
+    with running(tmp_path, CASES[name]) as run:
         assert_follows_torch(run)
 
 
 def test_momentum_that_begins_later(tmp_path: Path) -> None:
     """As in torch, the first step with momentum starts the buffer with its undamped gradient."""
-    with running(tmp_path, with_options(SGD, {"dampening": 0.3}, {})) as run:
+    with running(tmp_path, case_of(SGD, DECAY | {"dampening": 0.3}, {}, defaults=MOMENTUM)) as run:
         assert_follows_torch(run, begin_momentum)
 
 
@@ -103,7 +120,7 @@ def test_momentum_that_pauses_begins_anew(tmp_path: Path) -> None:
 
     The buffer on storage has been overwritten meanwhile.
     """
-    case = with_options(SGD, {"weight_decay": 0.0}, {}).but(shapes=((1_000, 0, 0, 0),))
+    case = case_of(SGD, {}, {}, defaults=MOMENTUM, shapes=((1_000, 0, 0, 0),))
     with running(tmp_path, case) as run:
         for number, momentum in ((1, 0.9), (2, 0.0), (4, 0.9)):
             run.optimizer.param_groups[0]["momentum"] = momentum
@@ -113,25 +130,12 @@ def test_momentum_that_pauses_begins_anew(tmp_path: Path) -> None:
         assert torch.equal(buffer, gradient_of(case, 0, 4))
 
 
-@pytest.mark.parametrize("name", ["adagrad with everything", "sgd", list(CASES)[-1]])
-def test_staged_partitions_give_the_same_bits(tmp_path: Path, name: str) -> None:
-    """Staged parameters are updated like those in host memory."""
-    states = []
-    for staged in (False, True):
-        with running(
-            tmp_path / str(staged), CASES[name].but(dtype=torch.bfloat16, staged=staged, num_buffers=2)
-        ) as run:
-            run.steps(range(3))
-            states.append(run.state())
-    assert_equal(*states)
-
-
 def test_sums_begin_with_the_initial_value(tmp_path: Path, fake_cuda: FakeCuda) -> None:
     """Adagrad's sums start with the initial value, in host memory, staged and on a device.
 
     They do so again when the state is initialized again.
     """
-    case = CASES["adagrad with everything"].but(dtype=torch.bfloat16, num_buffers=2)
+    case = CASES["adagrad with everything"].but(dtype=BF16, num_buffers=2)
     link = FakeLink(fake_cuda)
     runs = [Run(tmp_path / "host", case), Run(tmp_path / "staged", case.but(staged=True))]
     for run in (*runs, CudaRun(tmp_path / "device", case, link)):
@@ -146,23 +150,10 @@ def test_sums_begin_with_the_initial_value(tmp_path: Path, fake_cuda: FakeCuda) 
     link.close()
 
 
-@pytest.mark.parametrize("case", [ADAGRAD, SGD, RMSPROP], ids=["adagrad", "sgd", "rmsprop"])
-def test_traffic(tmp_path: Path, case: Case) -> None:
-    """A 32-true step writes all arrays and reads all but the master. A 16-bit step reads and writes all."""
-    numel, trailer, state_bytes = 16_384, 4096, 4 * len(case.rule.arrays)
-    for dtype, read_bytes in ((torch.float32, state_bytes - 4), (torch.bfloat16, state_bytes)):
-        one = case.but(dtype=dtype, shapes=((numel, 0, 0, 0),), tasklet_bytes=1 << 20)
-        with running(tmp_path / str(dtype), one) as run:
-            before = run.handler.traffic()
-            run.step(1)
-            after = run.handler.traffic()
-            assert after.shared_read_bytes - before.shared_read_bytes == read_bytes * numel + trailer
-            assert after.shared_write_bytes - before.shared_write_bytes == state_bytes * numel + trailer
-
-
-@pytest.mark.parametrize("case", [ADAGRAD, SGD, RMSPROP], ids=["adagrad", "sgd", "rmsprop"])
-def test_kept_state_is_converted_to_fp32_only(tmp_path: Path, case: Case) -> None:
+@pytest.mark.parametrize("name", ["adagrad", "sgd", "rmsprop"])
+def test_kept_state_is_converted_to_fp32_only(tmp_path: Path, name: str) -> None:
     """Formats that round Adam's moments are refused. Converting to other tasklets keeps every bit."""
+    case = CASES[name]
     run = Run(tmp_path, case)
     run.steps(range(2))
     state = run.state()
