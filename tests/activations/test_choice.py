@@ -73,7 +73,7 @@ def simulated_peak(profile: Profile, num: int, read_ahead: int) -> int:
     return max(peaks)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_against_every_possibility(seed: int) -> None:
     """In a thousand random profiles, the choice is the best of all suffixes that can be kept."""
     chosen = random.Random(seed)
@@ -138,7 +138,7 @@ def evicted_entries(profile: Profile, num: int, pool: int) -> list[tuple[int, fl
     return evicted
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_devices_against_every_possibility(seed: int) -> None:
     """From a device, what the pool has room for need not be written, and what is read is copied, too."""
     chosen = random.Random(seed)
@@ -180,40 +180,3 @@ def test_devices_against_every_possibility(seed: int) -> None:
             for each in (profile, without)
         )
         assert (within.num_offloaded, within.peak_bytes) == (on_host.num_offloaded, on_host.peak_bytes)
-
-
-def test_a_large_pool_needs_no_storage() -> None:
-    """If the pool has room for everything, only copies determine what is evicted from a device."""
-    profile = Profile(
-        times=(0.1, 0.2, 0.9),
-        sizes=(10, 20, 30),
-        forward_seconds=1.0,
-        backward_seconds=2.0,
-        write_rate=1e-9,
-        read_rate=1e-9,
-        copies=Copies(out_rate=100.0, in_rate=100.0, ahead_bytes=30),
-    )
-    choice = choose(profile, keep="auto", budget_bytes=None, pool_bytes=60, read_ahead_bytes=30)
-    assert (choice.num_offloaded, choice.kept_bytes, choice.peak_bytes) == (2, 30, 60)
-
-
-def test_a_fast_device_offloads_all_that_it_can_write() -> None:
-    """Where storage is faster than anything, only what was packed last stays."""
-    profile = Profile(
-        times=(0.1, 0.2, 1.0),
-        sizes=(10, 20, 30),
-        forward_seconds=1.0,
-        backward_seconds=2.0,
-        write_rate=1e9,
-        read_rate=1e9,
-    )
-    choice = choose(profile, keep="auto", budget_bytes=None, pool_bytes=200, read_ahead_bytes=100)
-    assert (choice.num_offloaded, choice.kept_bytes) == (2, 30)
-
-
-def test_a_slow_device_offloads_nothing() -> None:
-    """An entry that cannot be written before backward begins stays in memory."""
-    profile = Profile(
-        times=(0.1,), sizes=(10,), forward_seconds=1.0, backward_seconds=2.0, write_rate=1.0, read_rate=1.0
-    )
-    assert choose(profile, keep="auto", budget_bytes=None, pool_bytes=200, read_ahead_bytes=100).num_offloaded == 0

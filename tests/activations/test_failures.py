@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +17,27 @@ from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.activations.entries import Entry
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.storage.tensors import tensor_files
-from tests.activations.chains import assert_nothing_is_left
+from tests.activations.chains import BLOCK, assert_nothing_is_left, expected, saved
 from tests.activations.models import drop_memory, everything, opened
 
-BLOCK = 4096
-ENTRIES = 9
+ENTRIES = 11  # of a chain
 TIGHT = everything(host_bytes=2 * BLOCK, budget_bytes=3 * BLOCK)
 
 
-def saved(activations: OffloadedActivations) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
-    with activations.forward(x):
-        return x, chain(x)
-
-
-def chain(x: torch.Tensor) -> torch.Tensor:
-    for _ in range(ENTRIES + 1):  # the first saves the batch
-        x = x.sin()
-    return x.sum()
-
-
-def expected() -> torch.Tensor:
-    x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
-    (gradient,) = torch.autograd.grad(chain(x), x)
-    return gradient
-
-
-@contextmanager
-def failing(folder: Path, *, notes_failures: bool = False, **faults: Any) -> Iterator[OffloadedActivations]:
-    with opened(folder, TIGHT, faults=faults, notes_failures=notes_failures) as activations:
-        yield activations
-
-
-@pytest.mark.parametrize(("number", "error"), [(errno.ENOSPC, StorageFullError), (errno.EIO, StorageError)])
-@pytest.mark.parametrize("at", range(ENTRIES))
+@pytest.mark.parametrize(
+    ("at", "number", "error"),
+    [(at, *((errno.EIO, StorageError) if at % 2 else (errno.ENOSPC, StorageFullError))) for at in range(ENTRIES)],
+)
 def test_a_write_that_fails(tmp_path: Path, at: int, number: int, error: type[StorageError]) -> None:
     """Nothing is lost: the tensor stays, nothing more is offloaded, and the failure is told once."""
-    with failing(tmp_path, fail_write_at=at, errno=number) as activations, warnings.catch_warnings(record=True) as told:
+    faults = {"fail_write_at": at, "errno": number}
+    with opened(tmp_path, TIGHT, faults=faults) as activations, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
             before, was_stopped = activations.traffic(), activations._store.writes.stopped
             x, loss = saved(activations)
             loss.backward()
-            assert torch.equal(x.grad, expected())
+            assert torch.equal(x.grad, expected(x))
             assert not was_stopped or activations.traffic().saved_bytes == before.saved_bytes
         failure = activations.take_failure()
         if activations._store.writes.stopped:
@@ -85,21 +61,19 @@ def test_a_place_that_cannot_be_reserved(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.warns(UserWarning, match="The disk is full"):
             x, loss = saved(activations)
         loss.backward()
-        assert torch.equal(x.grad, expected()) and isinstance(activations.take_failure(), StorageFullError)
+        assert torch.equal(x.grad, expected(x)) and isinstance(activations.take_failure(), StorageFullError)
 
 
-READS = [({"fail_read_at": 0}, StorageError), ({"flip_read_at": 0}, StorageCorruptError)]
+READS = [
+    (at, *(("flip_read_at", StorageCorruptError) if at % 2 else ("fail_read_at", StorageError)))
+    for at in range(ENTRIES - 3)
+]
 
 
-def faults_at(faults: dict[str, int], at: int) -> dict[str, int]:
-    return dict.fromkeys(faults, at)
-
-
-@pytest.mark.parametrize(("faults", "error"), READS)
-@pytest.mark.parametrize("at", range(ENTRIES - 3))
-def test_a_read_that_fails(tmp_path: Path, at: int, faults: dict[str, int], error: type[StorageError]) -> None:
+@pytest.mark.parametrize(("at", "kind", "error"), READS)
+def test_a_read_that_fails(tmp_path: Path, at: int, kind: str, error: type[StorageError]) -> None:
     """It raises in backward, with the entry, the path and a remedy. A retained graph can then be run again."""
-    with failing(tmp_path, **faults_at(faults, at)) as activations:
+    with opened(tmp_path, TIGHT, faults={kind: at}) as activations:
         x, loss = saved(activations)
         with pytest.raises(
             error, match=rf"Entry \d+ of what forward saved \({BLOCK} bytes\): .*unnamed file"
@@ -107,17 +81,14 @@ def test_a_read_that_fails(tmp_path: Path, at: int, faults: dict[str, int], erro
             loss.backward(retain_graph=True)
         assert raised.value.remedy and x.grad is None
         loss.backward()
-        assert torch.equal(x.grad, expected())
+        assert torch.equal(x.grad, expected(x))
         assert activations.take_failure() is None and not activations._store.writes.stopped
 
 
-@pytest.mark.parametrize(("faults", "error"), READS)
-@pytest.mark.parametrize("at", range(ENTRIES - 3))
-def test_a_read_failure_that_is_noted(
-    tmp_path: Path, at: int, faults: dict[str, int], error: type[StorageError]
-) -> None:
+@pytest.mark.parametrize(("at", "kind", "error"), READS)
+def test_a_read_failure_that_is_noted(tmp_path: Path, at: int, kind: str, error: type[StorageError]) -> None:
     """Where other ranks would wait, backward goes on with NaN, and the failure is kept. The entry is not."""
-    with failing(tmp_path, notes_failures=True, **faults_at(faults, at)) as activations:
+    with opened(tmp_path, TIGHT, faults={kind: at}, notes_failures=True) as activations:
         x, loss = saved(activations)
         loss.backward()
         assert x.grad.isnan().all()
@@ -125,7 +96,7 @@ def test_a_read_failure_that_is_noted(
         assert isinstance(activations.take_failure(), error)
         x, loss = saved(activations)
         loss.backward()
-        assert torch.equal(x.grad, expected())
+        assert torch.equal(x.grad, expected(x))
 
 
 class Indexed(torch.autograd.Function):
@@ -164,12 +135,12 @@ def test_memory_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Monk
             monkeypatch.setattr(activations._store.pool, "take", take)
             x.grad = None
             loss.backward()
-            assert torch.equal(x.grad, expected())
+            assert torch.equal(x.grad, expected(x))
 
 
 def test_integers_that_cannot_be_read(tmp_path: Path) -> None:
     """They are zeros, which are valid indices."""
-    with failing(tmp_path, notes_failures=True, fail_read_at=0) as activations:
+    with opened(tmp_path, TIGHT, faults={"fail_read_at": 0}, notes_failures=True) as activations:
         x = torch.zeros(BLOCK, requires_grad=True)
         with activations.forward(x):
             loss = Indexed.apply(x, torch.arange(100, 100 + BLOCK // 8)).sum()
@@ -178,23 +149,13 @@ def test_integers_that_cannot_be_read(tmp_path: Path) -> None:
         assert x.grad[0] == BLOCK // 8 and isinstance(activations.take_failure(), StorageError)
 
 
-@pytest.mark.parametrize("faults", [{"short_transfer_every": 1}, {"short_transfer_every": 2, "max_delay_us": 500}])
-def test_short_transfers(tmp_path: Path, faults: dict[str, int]) -> None:
-    """They are completed."""
-    with failing(tmp_path, **faults) as activations:
-        for _ in range(3):
-            x, loss = saved(activations)
-            loss.backward()
-            assert torch.equal(x.grad, expected())
-
-
 def test_a_flipped_bit_that_nobody_looks_for(tmp_path: Path) -> None:
     """With verify=False, reads are not compared with checksums."""
     settings = everything(host_bytes=2 * BLOCK, budget_bytes=3 * BLOCK, verify=False)
     with opened(tmp_path, settings, faults={"flip_read_at": 0}) as activations:
         x, loss = saved(activations)
         loss.backward()
-        assert not torch.equal(x.grad, expected())
+        assert not torch.equal(x.grad, expected(x))
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
@@ -220,7 +181,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(tmp_path) in str(raised.value)
     x, loss = saved(activations)
     loss.backward()
-    assert torch.equal(x.grad, expected())
+    assert torch.equal(x.grad, expected(x))
     activations.close()
 
 
@@ -232,7 +193,7 @@ def test_a_folder_in_memory(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="it is a tmpfs, which lives in host memory"):
             x, loss = saved(activations)
         loss.backward()
-        assert torch.equal(x.grad, expected())
+        assert torch.equal(x.grad, expected(x))
         assert [path for path in folder.rglob("*") if path.is_file()] == []
         activations.close()
     finally:

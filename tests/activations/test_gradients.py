@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations.forwards import Forward, Plan
-from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.tuning import tuner
 from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
 from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit, MemoryReport
+from tests.activations.chains import chain
 from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
 from tests.helpers.long_cases import long_but
 
@@ -65,60 +64,26 @@ def test_automatic_settings(tmp_path: Path, verify: bool, caplog: pytest.LogCapt
     assert told and "MB are kept" in told[0] and "storage was seen to write" in told[0]
 
 
-def test_the_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """It shows bytes of the next forward, rates, and predictions."""
-    last, rates = Forward(plan=Plan(), began=1.0), Rates()
-    last.ended, rates.write, rates.read = 3.0, 3e6, 4e6
-    choice = Choice(
-        num_offloaded=1,
-        offloaded_bytes=5_000_000,
-        kept_bytes=6_000_000,
-        seconds=9.0,
-        stall_seconds=0.125,
-        peak_bytes=7_000_000,
-    )
-    with caplog.at_level("INFO", logger="lightning_smartinfinity.activations"):
-        tuner._log_choice(choice, last, rates)
-    assert caplog.messages == [
-        "Of 11.0 MB that forward saves, 5.0 MB are offloaded and 6.0 MB are kept. That needs 2.5 MB/s; "
-        "storage was seen to write 3.0 MB/s and to read 4.0 MB/s. Predicted: 0.125 s of waits in backward, "
-        "at most 7.0 MB held."
-    ]
-
-
-def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path) -> None:
-    """It is made after the second micro-batch, and again when what forward saves changes by a tenth or more.
+@pytest.mark.parametrize(
+    ("lengths", "made_before"),
+    [((100, 100, 100, 105, 120, 120, 100, 100), [2, 5, 7]), ((100, 100, 100, 106, 112, 118, 124), [2, 5])],
+    ids=["jumps", "drift"],
+)
+def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path, lengths: list[int], made_before: list[int]) -> None:
+    """It is made after the second micro-batch, and again when what forward saves has changed by a tenth or more.
 
     The first micro-batch of all takes longer than others.
     """
     with opened(tmp_path, ActivationOffload(min_bytes=1)) as activations:
-        choices = []
-        for length in (100, 100, 100, 105, 120, 120, 100, 100):
+        choices = [None]
+        for length in lengths:
             x = torch.randn(1000, requires_grad=True)
             with activations.forward(x):  # learns from the step before
                 choices.append(activations.choice)
-                y = x
-                for _ in range(length):
-                    y = y.sin()
-            y.sum().backward()
-        assert choices[:2] == [None, None] and choices[2] is not None
-        made = [choice is not before for choice, before in zip(choices[1:], choices, strict=False)]
-        assert made == [False, True, False, False, True, False, True]
-
-
-def test_the_choice_follows_sizes_that_drift(tmp_path: Path) -> None:
-    """It is made again when as little changed each time as would change nothing by itself."""
-    with opened(tmp_path, ActivationOffload(min_bytes=1)) as activations:
-        choices = []
-        for length in (100, 100, 100, 106, 112, 118, 124):
-            x = torch.randn(1000, requires_grad=True)
-            with activations.forward(x):
-                choices.append(activations.choice)
-                y = x
-                for _ in range(length):
-                    y = y.sin()
-            y.sum().backward()
-        assert choices[4] is choices[2] and choices[5] is not choices[2]
+                loss = chain(x, length)
+            loss.backward()
+    changed = [number - 1 for number in range(1, len(choices)) if choices[number] is not choices[number - 1]]
+    assert changed == made_before
 
 
 def offloaded_by_step(

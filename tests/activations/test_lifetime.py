@@ -117,25 +117,18 @@ def test_what_somebody_holds_is_not_written_again(tmp_path: Path) -> None:
             assert traffic.freed_nothing_bytes == 4 * BLOCK and traffic.kept_elsewhere_bytes == step * 4 * BLOCK
 
 
-def test_what_nobody_holds_any_more_is_written_again(tmp_path: Path) -> None:
-    """A tensor that the caller has kept and then does not keep is offloaded in the step after."""
-    with opened(tmp_path) as activations:
-        for is_kept, num_offloaded in ((True, 1), (False, 0), (False, 1)):
-            x = torch.randn(BLOCK, requires_grad=True)
-            before = activations.traffic().offloaded_bytes
-            with activations.forward(x):
-                held = (x * 2).exp()
-                loss = held.sin().sum()
-                if not is_kept:
-                    del held
-            loss.backward()
-            assert activations.traffic().offloaded_bytes - before == num_offloaded * 4 * BLOCK
+@pytest.mark.parametrize(
+    "steps",
+    [[(4, True, 4), (4, False, 0), (4, False, 4)], [(4, True, 4), (5, False, 5)]],
+    ids=["no longer held", "another one in its place"],
+)
+def test_what_nobody_holds_is_written_again(tmp_path: Path, steps: list[tuple[int, bool, int]]) -> None:
+    """What the caller has kept and then does not keep is offloaded in the step after; what is larger, at once.
 
-
-def test_another_tensor_in_the_place_of_one_that_was_held(tmp_path: Path) -> None:
-    """It is offloaded, as it has another size than the one that the caller has kept."""
+    Each step has a number of blocks, whether the caller keeps them, and how many are offloaded.
+    """
     with opened(tmp_path) as activations:
-        for blocks, is_kept, offloaded in ((4, True, 4), (5, False, 5)):
+        for blocks, is_kept, offloaded in steps:
             x = torch.randn(blocks * BLOCK // 4, requires_grad=True)
             before = activations.traffic().offloaded_bytes
             with activations.forward(x):
@@ -147,17 +140,16 @@ def test_another_tensor_in_the_place_of_one_that_was_held(tmp_path: Path) -> Non
             assert activations.traffic().offloaded_bytes - before == offloaded * BLOCK
 
 
-def test_ten_thousand_tiny_tensors(tmp_path: Path) -> None:
-    """They all pass through with the default size, and can all be offloaded."""
-    for min_bytes in (256 * 1024, 1):
-        with opened(tmp_path, everything(min_bytes=min_bytes)) as activations:
-            num = 10_000 if min_bytes > 1 else 500
-            x = torch.ones(3, requires_grad=True)
-            with activations.forward():
-                loss = chain(x, num)
-            assert (activations.traffic().saved_bytes == 0) == (min_bytes > 1)
-            loss.backward()
-            assert torch.equal(x.grad, expected(x, num))
+# ---- interrupts
+
+
+def assert_goes_on(activations: OffloadedActivations) -> None:
+    """Assert that the next step is right, and leaves nothing."""
+    x, loss = saved(activations)
+    loss.backward()
+    assert torch.equal(x.grad, expected(x))
+    del loss
+    assert_nothing_is_left(activations)
 
 
 def test_an_interrupt_in_backward(activations: OffloadedActivations) -> None:
@@ -179,11 +171,7 @@ def test_an_interrupt_in_forward(activations: OffloadedActivations) -> None:
     with interrupted():
         saved(activations)
     inject_now(activations)
-    x, loss = saved(activations)
-    loss.backward()
-    assert torch.equal(x.grad, expected(x))
-    del loss
-    assert_nothing_is_left(activations)
+    assert_goes_on(activations)
 
 
 def interrupt_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -204,11 +192,7 @@ def test_an_interrupt_when_an_entry_is_new(activations: OffloadedActivations, mo
         saved(activations)
     gc.collect()
     assert activations.held_bytes == 0
-    x, loss = saved(activations)
-    loss.backward()
-    assert torch.equal(x.grad, expected(x))
-    del loss
-    assert_nothing_is_left(activations)
+    assert_goes_on(activations)
 
 
 def test_an_interrupt_when_an_entry_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.activations.geometry import Geometry, spread_out
@@ -41,11 +40,6 @@ class Keep(torch.autograd.Function):
 
 def empty(x: torch.Tensor) -> torch.Tensor:
     return (x[:, :0].exp().square().sum() + x.exp()).sin()
-
-
-def complex_numbers(x: torch.Tensor) -> torch.Tensor:
-    z = torch.complex(x, x.cos()) * torch.complex(x, x)
-    return (torch.fft.fft(z) * z.conj()).abs() + z.conj().imag.sin()
 
 
 def sparse(x: torch.Tensor) -> torch.Tensor:
@@ -103,29 +97,6 @@ def views_in_place(x: torch.Tensor) -> torch.Tensor:
     return z.cos()
 
 
-def hooks_on_hooks(x: torch.Tensor) -> torch.Tensor:
-    with saved_tensors_hooks(lambda each: each.numpy(force=True).copy(), torch.from_numpy):
-        y = x.sin().exp()
-    y.register_hook(lambda gradient: gradient * 2)
-    return y.cos()
-
-
-def double_backward(x: torch.Tensor) -> torch.Tensor:
-    y = x.exp().sin()
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return slope.square() + y
-
-
-def recurrent(x: torch.Tensor) -> torch.Tensor:
-    torch.manual_seed(1)
-    return nn.LSTM(SIZE, SIZE, num_layers=2)(x.sin())[0].sin()  # type: ignore[no-any-return]
-
-
-def indexed(x: torch.Tensor) -> torch.Tensor:
-    found, places = x.exp().sort(dim=1, descending=True)
-    return found.gather(1, places.flip(0)).cummax(1)[0].index_select(0, places[:, 0]).sin()
-
-
 def forward_mode(x: torch.Tensor) -> torch.Tensor:
     def function(y: torch.Tensor) -> torch.Tensor:
         return (y.sin() @ x).tanh()
@@ -156,7 +127,6 @@ CASES = {
     each.__name__: each
     for each in (
         empty,
-        complex_numbers,
         sparse,
         sparse_rows,
         eight_bits,
@@ -168,10 +138,6 @@ CASES = {
         scalars,
         negated,
         views_in_place,
-        hooks_on_hooks,
-        double_backward,
-        recurrent,
-        indexed,
         forward_mode,
         conjugated_parameter,
         parameter_with_other_memory,

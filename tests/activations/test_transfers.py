@@ -68,15 +68,6 @@ def test_what_is_wanted_early_is_forwarded(tmp_path: Path) -> None:
         assert traffic.forwarded_bytes == traffic.offloaded_bytes > 0 and traffic.read_bytes == 0
 
 
-def test_files_have_no_names(tmp_path: Path) -> None:
-    """Nothing is left to be found while it runs, and the file is gone when it is closed."""
-    with opened(tmp_path) as activations:
-        saved(activations)
-        assert len(unnamed_files(tmp_path)) == 1
-        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    assert unnamed_files(tmp_path) == []
-
-
 @pytest.mark.parametrize("kills", long_but([5], [5, 50]))
 def test_a_process_that_is_killed(kills: int, tmp_path: Path) -> None:
     """Nothing of it is left on storage, whenever it is killed."""
@@ -180,12 +171,14 @@ def test_read_ahead_follows_the_backward_before(tmp_path: Path, requests: list[t
 
 
 def test_several_folders(tmp_path: Path) -> None:
-    """Tensors are dealt to the files of all folders."""
+    """Tensors are dealt to the files of all folders, which have no names and are gone when they are closed."""
     folders = [tmp_path / "a", tmp_path / "b"]
     activations = OffloadedActivations(folders, settings=everything(host_bytes=4 * BLOCK, budget_bytes=4 * BLOCK))
     x, loss = saved(activations, 40)
     await_that(lambda: activations.traffic().written_bytes >= 32 * BLOCK)
     assert [len(unnamed_files(folder)) for folder in folders] == [1, 1]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     loss.backward()
     assert torch.equal(x.grad, expected(x, 40))
     activations.close()
+    assert unnamed_files(tmp_path) == []
