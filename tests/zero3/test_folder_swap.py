@@ -148,23 +148,16 @@ def test_what_has_the_hidden_name_of_a_first_save_does_not_hinder_a_second(tmp_p
     assert precious.read_text() == "precious" and saved(tmp_path / "a.ckpt") == {"new"}
 
 
-def test_a_file_in_the_place_of_the_subfolder(tmp_path: Path) -> None:
-    """A file under the name of DeepSpeed's subfolder is refused and stays."""
-    (tmp_path / "a.ckpt").mkdir()
-    (tmp_path / "a.ckpt" / TAG).write_text("mine")
-    with pytest.raises(CheckpointError, match=f"{TAG} is a file"):
-        save(tmp_path / "a.ckpt", "new")
-    assert tree(tmp_path / "a.ckpt") == {TAG: "mine"}
-
-
 @pytest.mark.parametrize("every", long_but([3], [3, 1]))
+@pytest.mark.parametrize("then", ["save", "remove"])
 @pytest.mark.usefixtures("_file_system")
 def test_a_kill_at_any_system_call_leaves_one_save_whole(
-    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack
+    then: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack
 ) -> None:
-    """A killed first save leaves itself or nothing, a killed second one itself or the first; a third cleans up.
+    """A killed first save leaves itself or nothing, a killed second one itself or the first.
 
-    The form that always runs kills at every third call.
+    A third save cleans up, and so does whoever removes what is left, by which no whole save goes. The form that always
+    runs kills at every third call.
     """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a kill loses nothing that was written, flushed or not
     for first in (True, False):
@@ -175,13 +168,18 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(
                 save(path, "old")
                 (path / TAG / "notes.txt").write_text("mine")
             survived = killed_at(number, lambda path=path: save(path, "new"))
-            outcomes.add(frozenset(saved(path)) if path.exists() else None)
+            whole = frozenset(saved(path)) if path.exists() else None
+            outcomes.add(whole)
+            if then == "save":
+                save(path, "third")
+                whole = frozenset({"third"})
+                assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
+                assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
+            else:
+                remove_interrupted(path, TAG)
+                assert not list(path.parent.rglob(".saving*"))
+            assert (frozenset(saved(path)) if path.exists() else None) == whole
             assert first or (path / TAG / "notes.txt").read_text() == "mine"
-            save(path, "third")
-            assert saved(path) == {"third"}
-            assert first or (path / TAG / "notes.txt").read_text() == "mine"
-            assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
-            assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
             if survived:
                 break
         attack(
@@ -191,28 +189,6 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(
         )
         assert survived
         assert outcomes == {None if first else frozenset({"old"}), frozenset({"new"})}
-
-
-@pytest.mark.parametrize("every", long_but([4], [4, 1]))
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.usefixtures("_file_system")
-def test_what_a_kill_leaves_is_removed(
-    first: bool, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whenever a save was killed, its leftovers can be removed, and no whole save goes."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    for number in range(0, 1000, every):
-        path = tmp_path / f"{number}" / "a.ckpt"
-        if not first:
-            save(path, "old")
-        survived = killed_at(number, lambda path=path: save(path, "new"))
-        before = saved(path) if path.exists() else None
-        remove_interrupted(path, TAG)
-        assert (saved(path) if path.exists() else None) == before
-        assert not list(path.parent.rglob(".saving*"))
-        if survived:
-            break
-    assert survived
 
 
 def test_a_machine_without_the_first_save_gets_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,20 +292,6 @@ def test_a_save_that_raises_changes_nothing(first: bool, tmp_path: Path) -> None
         _ = 1 // 0
     assert [entry.name for entry in tmp_path.iterdir()] == ([] if first else ["a.ckpt"])
     assert first or (saved(path) == {"old"} and not (path / ".saving").exists())
-
-
-@pytest.mark.parametrize("name", FILES_BESIDE)
-def test_a_folder_in_the_place_of_a_file_beside_the_subfolder(name: str, tmp_path: Path) -> None:
-    """A folder under the name of a file that every save replaces is refused before anything is written, and stays."""
-    path = tmp_path / "a.ckpt"
-    save(path, "old")
-    (path / name).unlink(missing_ok=True)
-    (path / name).mkdir()
-    (path / name / "notes.txt").write_text("mine")
-    before = tree(tmp_path)
-    with pytest.raises(CheckpointError, match=f"{path / name} is a folder"):
-        save(path, "new")
-    assert tree(tmp_path) == before
 
 
 # ---- two saves to one path
@@ -545,27 +507,29 @@ def test_what_somebody_removes_within_a_save(tmp_path: Path) -> None:
     assert saved(tmp_path / "a.ckpt") == {"old"}
 
 
-@pytest.mark.parametrize("tag", ["a/b", "", "..", "/a"])
-def test_a_tag_that_is_no_name(tag: str, tmp_path: Path) -> None:
-    """It is refused before anything is written."""
-    with pytest.raises(CheckpointError, match="is not the name of a folder"):
-        save(tmp_path / "a.ckpt", "new", tag)
-    assert not list(tmp_path.iterdir())
+def in_the_way(path: Path) -> None:
+    """Write a file of the user's, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("mine")
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
-    """A file is not replaced by a checkpoint, which is a folder; the error names the file."""
-    (tmp_path / "a.ckpt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"a\.ckpt is a file"):
-        save(tmp_path / "a.ckpt", "new")
-    assert (tmp_path / "a.ckpt").read_text() == "mine"
-
-
-def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
-    """The error names a path whose existence cannot even be checked, such as a name that is too long."""
-    with pytest.raises(CheckpointError, match=r"n\.ckpt could not be written: .*too long"):
-        save(tmp_path / f"{'n' * 300}.ckpt", "new")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("name", "tag", "file", "told"),
+    [
+        ("a.ckpt", TAG, "a.ckpt", r"a\.ckpt is a file"),
+        ("a.ckpt", TAG, f"a.ckpt/{TAG}", f"{TAG} is a file"),
+        *(("a.ckpt", TAG, f"a.ckpt/{each}/notes.txt", f"{each} is a folder") for each in FILES_BESIDE),
+        ("n" * 300, TAG, "notes.txt", r"n could not be written: .*too long"),
+        *(("a.ckpt", each, "notes.txt", "is not the name of a folder") for each in ("a/b", "", "..", "/a")),
+    ],
+)
+def test_paths_and_tags_that_cannot_be_saved_to(name: str, tag: str, file: str, told: str, tmp_path: Path) -> None:
+    """They are refused by name before anything is written, and the user's files stay."""
+    in_the_way(tmp_path / file)
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=told):
+        save(tmp_path / name, "new", tag)
+    assert tree(tmp_path) == before
 
 
 def test_a_link_is_saved_through(tmp_path: Path) -> None:

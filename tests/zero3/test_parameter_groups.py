@@ -40,16 +40,17 @@ def test_empty_groups_are_put_back_where_they_were() -> None:
     assert optimizer.groups_left == (1, 3)
 
 
-def test_groups_that_stock_deepspeed_saved() -> None:
-    """Stock saves only groups with parameters. They belong to the groups with parameters here, in the same order."""
-    optimizer = built_by_deepspeed([], some(), [], some())
-    assert list(saved_numbers(optimizer, [{"params": [0]}, {"params": [1]}])) == [1, 3]
-
-
-def test_groups_that_this_strategy_saved() -> None:
-    """A checkpoint of ours has the empty groups, too."""
-    optimizer = built_by_deepspeed([], some())
-    assert list(saved_numbers(optimizer, [{"params": []}, {"params": [0]}])) == [0, 1]
+@pytest.mark.parametrize(
+    ("saved", "numbers"),
+    [
+        ([{"params": [0]}, {"params": [1]}], [1, 3]),
+        ([{"params": []}, {"params": [0]}, {"params": []}, {"params": [1]}], [0, 1, 2, 3]),
+    ],
+    ids=["by stock DeepSpeed", "by this strategy"],
+)
+def test_groups_that_were_saved(saved: list[Any], numbers: list[int]) -> None:
+    """Stock saves only groups with parameters, which belong to the groups with parameters here, in the same order."""
+    assert list(saved_numbers(built_by_deepspeed([], some(), [], some()), saved)) == numbers
 
 
 @pytest.mark.parametrize(
@@ -76,16 +77,16 @@ def test_an_optimizer_that_trains_the_module_is_accepted() -> None:
     check_parameters(torch.optim.SGD(groups), module)
 
 
-@pytest.mark.parametrize("params", [[], [nn.Parameter(torch.ones(2), requires_grad=False)]], ids=["empty", "frozen"])
-def test_an_optimizer_with_nothing_to_train_is_refused(params: list[nn.Parameter]) -> None:
-    """Torch accepts it if it is given as a group."""
-    with pytest.raises(UnsupportedError, match="SGD has no parameters to train"):
-        check_parameters(torch.optim.SGD([{"params": params}]), nn.Linear(2, 2))
-
-
-def test_a_parameter_of_another_module_is_refused() -> None:
-    """The error names group and shape."""
-    module = nn.Linear(2, 2)
-    groups = [{"params": [module.weight]}, {"params": [nn.Parameter(torch.ones(3, 5))]}]
-    with pytest.raises(UnsupportedError, match=r"group 1 of SGD .* shape \(3, 5\) that Linear does not have"):
-        check_parameters(torch.optim.SGD(groups), module)
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [
+        ([[]], "SGD has no parameters to train"),
+        ([[nn.Parameter(torch.ones(2), requires_grad=False)]], "SGD has no parameters to train"),
+        ([[], [nn.Parameter(torch.ones(3, 5))]], r"group 1 of SGD .* shape \(3, 5\) that Linear does not have"),
+    ],
+    ids=["empty", "frozen", "of another module"],
+)
+def test_an_optimizer_that_cannot_train_the_module_is_refused(groups: list[list[nn.Parameter]], told: str) -> None:
+    """Torch accepts empty groups. The error of a foreign parameter names group and shape."""
+    with pytest.raises(UnsupportedError, match=told):
+        check_parameters(torch.optim.SGD([{"params": group} for group in groups]), nn.Linear(2, 2))

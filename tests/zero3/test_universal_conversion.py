@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,7 +40,10 @@ def file_of(checkpoint: Path, rank: int, kind: str = "optim") -> Path:
 
 
 def test_arrays_are_put_together_in_windows(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The conversion joins arrays without padding, under the optimizer's names for them, and reports its progress."""
+    """The conversion joins arrays without padding, under the optimizer's names for them, and reports its progress.
+
+    The optimizer state has names and counts, and no arrays.
+    """
     for module in (saved_weights, universal_conversion):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 4)
     told: list[int] = []
@@ -62,26 +66,29 @@ def test_arrays_are_put_together_in_windows(checkpoint: Path, tmp_path: Path, mo
     assert told == [4 * numel for numel in (21, 0, 1) for _ in range(1 + len(ARRAYS))]
     for file in (tmp_path / "new").rglob("*.pt"):
         tensor_file.check_records(file, tensors=True)
-
-
-def test_the_optimizer_state_has_names_and_counts_but_no_arrays(checkpoint: Path, tmp_path: Path) -> None:
-    """The optimizer state tells readers which arrays lie beside the masters."""
-    convert_checkpoint(checkpoint / "checkpoint", tmp_path / "new")
     state = torch.load(tmp_path / "new/zero/optimizer_state.pt", weights_only=False)
     assert state["fp32_flat_groups"] == [] and state["ours"] == 0
     for of_group in state["optimizer_state_dict"]["state"].values():
         assert of_group["step"] == 7 and of_group["momentum_buffer"].numel() == 0
 
 
-def change(checkpoint: Path, rank: int, edit: Callable[[dict[str, Any]], object], kind: str = "optim") -> None:
-    """Rewrite a file with changed content."""
-    content = torch.load(file_of(checkpoint, rank, kind), weights_only=False)
-    edit(content)
-    torch.save(content, file_of(checkpoint, rank, kind))
+def changing(rank: int, edit: Callable[[dict[str, Any]], object], kind: str = "optim") -> Callable[[Path], None]:
+    """Return a function that rewrites a file of a checkpoint with changed content."""
+
+    def change(checkpoint: Path) -> None:
+        content = torch.load(file_of(checkpoint, rank, kind), weights_only=False)
+        edit(content)
+        torch.save(content, file_of(checkpoint, rank, kind))
+
+    return change
+
+
+def optimizer_in(content: dict[str, Any]) -> dict[str, Any]:
+    return content["optimizer_state_dict"]["optimizer_state_dict"]  # type: ignore[no-any-return]
 
 
 def states_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    return content["optimizer_state_dict"]["optimizer_state_dict"]["state"]  # type: ignore[no-any-return]
+    return optimizer_in(content)["state"]  # type: ignore[no-any-return]
 
 
 def flip(checkpoint: Path, rank: int) -> None:
@@ -89,26 +96,6 @@ def flip(checkpoint: Path, rank: int) -> None:
     state = states_in(torch.load(file_of(checkpoint, rank), weights_only=False))
     content = state[0]["momentum_buffer"].numpy().tobytes()
     flip_bit_behind(content[:8], file_of(checkpoint, rank))
-
-
-def keep_momentum_of_one(content: dict[str, Any]) -> None:
-    states_in(content)[1].pop("momentum_buffer")
-
-
-def forget(content: dict[str, Any]) -> None:
-    states_in(content).clear()
-
-
-def shorten(content: dict[str, Any]) -> None:
-    states_in(content)[0]["momentum_buffer"] = torch.zeros(3)
-
-
-def weights_only(content: dict[str, Any]) -> None:
-    content["optimizer_state_dict"]["smart_infinity"] = {"weights_only": True, "save_id": None}
-
-
-def other_save(content: dict[str, Any]) -> None:
-    content["smart_infinity_save"] = "another"
 
 
 def elsewhere(content: dict[str, Any]) -> None:
@@ -121,6 +108,12 @@ def array_elsewhere(content: dict[str, Any]) -> None:
         state["../elsewhere"] = state.pop("momentum_buffer")
 
 
+def of_weights_only(content: dict[str, Any]) -> None:
+    content["optimizer_state_dict"]["smart_infinity"] = {"weights_only": True, "save_id": None}
+
+
+NO_ARRAY = "'momentum_buffer' is no array in float32 of every element"
+WITHOUT_ENTRY = r"rank_0_.*optim_states\.pt.*the file is damaged"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit of an array": (lambda c: flip(c, 1), r"rank_1_.*optim_states\.pt is damaged: the checksum"),
     "a file is missing": (lambda c: file_of(c, 1).unlink(), "optimizer states of 1 processes; 2 saved"),
@@ -129,16 +122,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda c: flip_bit_behind(b"of_user", file_of(c, 1, "model")),
         r"rank_1_.*model_states\.pt is damaged",
     ),
-    "groups with momentum and without": (
-        lambda c: change(c, 0, keep_momentum_of_one),
-        "'momentum_buffer' is no array in float32 of every element",
+    "groups with momentum and without": (changing(0, lambda c: states_in(c)[1].pop("momentum_buffer")), NO_ARRAY),
+    "an array is too short": (
+        changing(0, lambda c: states_in(c)[0].update(momentum_buffer=torch.zeros(3))),
+        "'momentum_buffer' is no array",
     ),
-    "an array is too short": (lambda c: change(c, 0, shorten), "'momentum_buffer' is no array"),
-    "a process without arrays": (lambda c: change(c, 1, forget), "kept different states"),
-    "a parameter elsewhere": (lambda c: change(c, 0, elsewhere, "model"), r"names a parameter '\.\./elsewhere'"),
-    "an array elsewhere": (lambda c: change(c, 0, array_elsewhere), r"arrays of the names \['\.\./elsewhere'\]"),
-    "weights only": (lambda c: change(c, 0, weights_only), "weights only"),
-    "of two saves": (lambda c: change(c, 1, other_save, "model"), "different saves"),
+    "a process without arrays": (changing(1, lambda c: states_in(c).clear()), "kept different states"),
+    "a parameter elsewhere": (changing(0, elsewhere, "model"), r"names a parameter '\.\./elsewhere'"),
+    "an array elsewhere": (changing(0, array_elsewhere), r"arrays of the names \['\.\./elsewhere'\]"),
+    "weights only": (changing(0, of_weights_only), "weights only"),
+    "of two saves": (changing(1, lambda c: c.update(smart_infinity_save="another"), "model"), "different saves"),
+    "no states": (changing(0, lambda c: optimizer_in(c).pop("state")), WITHOUT_ENTRY),
+    "no groups": (changing(0, lambda c: optimizer_in(c).pop("param_groups")), WITHOUT_ENTRY),
     "no checkpoint": (lambda c: shutil.rmtree(c / "checkpoint"), "has no folder 'checkpoint'"),
 }
 
@@ -152,17 +147,6 @@ def test_what_cannot_be_converted_is_refused(name: str, checkpoint: Path, tmp_pa
         convert_checkpoint(checkpoint, tmp_path / "new")
     assert caught.value.remedy
     assert list(tmp_path.iterdir()) == [checkpoint]
-
-
-@pytest.mark.parametrize("missing", ["state", "param_groups"])
-def test_an_optimizer_state_without_an_entry(missing: str, checkpoint: Path, tmp_path: Path) -> None:
-    """A file whose optimizer state lacks an entry is damaged, and named."""
-    saved = torch.load(file_of(checkpoint, 0), weights_only=False)
-    del saved["optimizer_state_dict"]["optimizer_state_dict"][missing]
-    torch.save(saved, file_of(checkpoint, 0))
-    with pytest.raises(CheckpointError, match="the file is damaged") as refused:
-        convert_checkpoint(checkpoint, tmp_path / "universal")
-    assert file_of(checkpoint, 0).name in str(refused.value) and not (tmp_path / "universal").exists()
 
 
 def test_a_folder_that_exists_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
@@ -191,28 +175,21 @@ def test_a_second_conversion_to_a_path_that_another_one_writes(
     assert sorted(tmp_path.iterdir()) == [tmp_path / "new", checkpoint]
 
 
-def test_a_disk_that_is_full(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the new folder, not the old one; partial output is removed."""
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tensor_file.TensorFile, "write_all", full)
-    with pytest.raises(CheckpointError, match=r"new could not be written: .*No space") as caught:
+@pytest.mark.parametrize(
+    ("call", "error", "told", "remedy"),
+    [
+        ("write_all", OSError(28, "No space left on device"), r"new could not be written: .*No space", "Free space"),
+        ("read_at", OSError(5, "Input/output error"), r"two\.ckpt/checkpoint could not be loaded: .*Input/output", ""),
+    ],
+)
+def test_a_disk_that_fails(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: OSError, told: str, remedy: str
+) -> None:
+    """The error names the folder that could not be written or read; partial output is removed."""
+    monkeypatch.setattr(tensor_file.TensorFile, call, Mock(side_effect=error))
+    with pytest.raises(CheckpointError, match=told) as caught:
         convert_checkpoint(checkpoint, tmp_path / "new")
-    assert "Free space" in caught.value.remedy
-    assert list(tmp_path.iterdir()) == [checkpoint]
-
-
-def test_a_disk_that_cannot_be_read(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the old folder."""
-
-    def broken(*_: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(tensor_file.TensorFile, "read_at", broken)
-    with pytest.raises(CheckpointError, match=r"two\.ckpt/checkpoint could not be loaded: .*Input/output error"):
-        convert_checkpoint(checkpoint, tmp_path / "new")
+    assert remedy in caught.value.remedy
     assert list(tmp_path.iterdir()) == [checkpoint]
 
 
