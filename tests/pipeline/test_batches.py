@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_smartinfinity.pipeline.layout.batches import FlatMemory, cut, pieces_within, spans_of, tasklets_in
+from lightning_smartinfinity.pipeline.layout.batches import cut, pieces_within, spans_of, tasklets_in
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
-from lightning_smartinfinity.pipeline.layout.tensors import flat_of
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.pipeline.state.work import choose_updates
 from tests.pipeline.harness import Case, layout_of
@@ -62,24 +60,3 @@ def test_ten_thousand_small_parameters_are_few_segments() -> None:
     assert num_pieces() == len(layout.tasklets)
     steps[5_000] = 1
     assert num_pieces() == len(layout.tasklets) + 2
-
-
-def test_empty_parameter_splits_nothing() -> None:
-    """A parameter without elements on this rank does not separate its neighbours."""
-    layout = layout_of(Case(shapes=((5, 0, 0, 0), (0, 0, 0, 0), (5, 0, 0, 0))))
-    assert spans_of(layout, [0, 1, 0]) == [(0, 10, 0)]
-
-
-def test_memory_must_fit_the_layout() -> None:
-    """A surplus sub-group, a wrong length and a wrong dtype are programming errors."""
-    layout = layout_of(Case())
-    flats = [flat_of(torch.zeros(group.numel)) for group in layout.sub_groups]
-    FlatMemory(layout, flats)
-    wrong = [
-        [*flats, flats[0]],
-        [flats[1], flats[0], flats[2]],
-        [flat_of(torch.zeros(layout.sub_groups[0].numel, dtype=torch.half)), *flats[1:]],
-    ]
-    for case in wrong:
-        with pytest.raises(AssertionError):
-            FlatMemory(layout, case)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,20 +115,6 @@ def report_of(where: str, /, *, reserved: int = 0, **limits: tuple[int, int]) ->
     )
 
 
-@pytest.mark.parametrize(("reserved", "share"), [(0, 7 * GIB), (GIB, 6 * GIB), (50 * GIB, 0)])
-def test_ranks_share_a_machine(reserved: int, share: int) -> None:
-    """Ranks share their machine's memory evenly, less a quarter of it and what they reserve.
-
-    Other machines do not count, and the order of the ranks does not matter.
-    """
-    first, other, second = (
-        report_of(name, machine=(40 * GIB, available), reserved=reserved)
-        for name, available in (("one", 25 * GIB), ("two", GIB), ("one", 24 * GIB))
-    )
-    for own in (first, second):
-        assert share_of_memory([first, other, second], own) == share_of_memory([second, other, first], own) == share
-
-
 def test_containers_with_limits_of_their_own() -> None:
     """Each container has what its own limit leaves, as far as the machine's limit allows."""
     ranks = [
@@ -176,22 +161,6 @@ def test_no_limit_is_exceeded(ranks: list[MemoryReport], order: random.Random) -
             available = min(rank.limits[name].available for rank in charged)
             margin = max(min(limit.total for limit in rank.limits.values()) // 4 for rank in charged)
             assert sum(shares) + sum(rank.reserved for rank in charged) + margin <= available
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400), st.integers(0, 20)), min_size=1, max_size=4),
-    st.integers(0, 400),
-    st.integers(0, 400),
-)
-def test_ranks_of_one_container(seen: list[tuple[int, int, int]], total: int, limit: int) -> None:
-    """Each rank has an equal part of what the tightest limit leaves."""
-    ranks = [
-        report_of("one", machine=(total, of_machine), group=(limit, of_group), reserved=reserved)
-        for of_machine, of_group, reserved in seen
-    ]
-    least = min(min(of_machine, of_group) for of_machine, of_group, _ in seen)
-    free = least - min(total, limit) // 4 - sum(reserved for *_, reserved in seen)
-    assert {share_of_memory(ranks, own) for own in ranks} == {max(0, free) // len(ranks)}
 
 
 @given(jobs())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,9 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_smartinfinity.native import Blocks
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.pipeline.layout import partition_layout as layout_module
 from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
-from lightning_smartinfinity.storage.extents import extent_bytes
 from tests.native.stored import align, region_bytes
 
 sizes = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 30_000)), max_size=12)
@@ -199,33 +194,6 @@ def test_small_tensors_share_tasklets() -> None:
     slices = [ParameterSlice(name=str(i), numel=10, real_numel=10, group=0, sub_group=0) for i in range(10_000)]
     layout = build_layout(slices, tasklet_bytes=1 << 20, num_arrays=3, num_devices=1, places_per_tasklet=2)
     assert len(layout.tasklets) == 2
-
-
-def test_extent_holds_arrays_and_one_trailer_block() -> None:
-    """1024 elements of Adam take three blocks and the trailer's block. One more element adds a block per array."""
-    assert extent_bytes(1024, 3) == 4 * 4096
-    assert extent_bytes(1025, 3) == 7 * 4096
-
-
-def test_layout_is_arithmetic_only() -> None:
-    """The layout imports neither os nor torch, and only the formats of the native core, so planners can use it."""
-    tree = ast.parse(Path(layout_module.__file__).read_text())
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert modules == {
-        "__future__",
-        "bisect",
-        "collections",
-        "collections.abc",
-        "dataclasses",
-        "functools",
-        "itertools",
-        "typing",
-        "numpy",
-        "numpy.typing",
-        "lightning_smartinfinity.native.formats",
-        "lightning_smartinfinity.storage.extents",
-    }
 
 
 @given(layout=layouts(), data=st.data())

@@ -205,15 +205,6 @@ def test_an_interrupt_behind_the_start_of_a_read(store: TensorStore) -> None:
     await_that(lambda: store.release_ended() or pool.lent_bytes == 0)
 
 
-def test_a_ticket_that_nobody_finishes(store: TensorStore) -> None:
-    """The memory of its transfer is lent to others once the transfer has ended."""
-    pool, parameter = MemoryPool(), store.add(BLOCK)
-    inject(store.core, seed=1, max_delay_us=50_000)
-    store.read(parameter, lent_tensor(pool, BLOCK))
-    assert pool.lent_bytes == BLOCK
-    await_that(lambda: store.release_ended() or pool.lent_bytes == 0)
-
-
 def test_another_thread_is_faster(store: TensorStore) -> None:
     """Several threads may release memory of transfers that have ended, as backward frees tensors in its own thread."""
 
@@ -319,22 +310,6 @@ def test_a_file_system_without_room(store: TensorStore) -> None:
     with pytest.raises(StorageError, match=r"Parameters in .*unnamed file.* allocating \d+ bytes at offset 0"):
         store.add(1 << 62)
     store.add(BLOCK)
-
-
-def test_a_write_that_is_no_longer_wanted(store: TensorStore) -> None:
-    """A write that waits for a read can be cancelled, and the memory is then free."""
-    pool, parameter = MemoryPool(), store.add(BLOCK)
-    memory = lent_tensor(pool, BLOCK).fill_(7)
-    store.finish(store.write(parameter, memory))
-    hold = Hold(store.core, read_at=0)
-    reading = store.read(parameter, lent_tensor(pool, BLOCK))
-    writing = store.write(parameter, memory, io_class=IoClass.WRITE_BEHIND)
-    assert not store.done(writing)
-    assert store.cancel(writing) and store.done(writing) and not store.done(reading)
-    store.finish(writing)
-    hold.release()
-    store.finish(reading)
-    assert store.counters().written_bytes == BLOCK
 
 
 def test_files_of_one_device_share_a_scheduler(tmp_path: Path) -> None:

@@ -92,30 +92,6 @@ def test_choices_of_implementation_are_ignored() -> None:
         rule_for(torch.optim.AdamW(parameters(), differentiable=True))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [
-        (torch.optim.Adagrad, "lr_decay", -0.1),
-        (torch.optim.Adagrad, "lr", 10**400),
-        (torch.optim.Adagrad, "eps", math.nan),
-        (torch.optim.Adagrad, "weight_decay", -1.0),
-        (torch.optim.SGD, "momentum", -0.1),
-        (torch.optim.SGD, "momentum", math.inf),
-        (torch.optim.SGD, "dampening", math.nan),
-        (torch.optim.SGD, "dampening", -math.inf),
-        (torch.optim.SGD, "weight_decay", "much"),
-        (torch.optim.RMSprop, "alpha", -0.1),
-        (torch.optim.RMSprop, "momentum", math.nan),
-    ],
-)
-def test_values_of_other_rules_out_of_range(kind: type[torch.optim.Optimizer], name: str, value: Any) -> None:
-    """The settings of Adagrad, SGD and RMSprop are checked like torch checks them."""
-    optimizer = kind(parameters())
-    optimizer.param_groups[0][name] = value
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}\({name}"):
-        rule_for(optimizer)
-
-
 def test_first_values() -> None:
     """Arrays start with zeros. Adagrad's starts with the value given to its constructor, not to its groups."""
     for kind in ARRAYS:
@@ -157,57 +133,6 @@ def test_rmsprop_keeps_an_array_that_is_switched_off(name: str, array: str) -> N
         assert array in optimizer.state[parameter] and array in rule.kept_arrays(optimizer.param_groups)
 
 
-def test_scalars_of_rmsprop() -> None:
-    """RMSprop's scalars are computed in double and rounded once."""
-    scalars = scalars_of(torch.optim.RMSprop(parameters(), alpha=0.99999, centered=True, maximize=True), 7)
-    expected = {"gradient_scale": -0.5, "alpha": 0.99999, "one_minus_alpha": 1 - 0.99999, "centered": 1.0}
-    assert {name: scalars[name] for name in expected} == {name: np.float32(value) for name, value in expected.items()}
-
-
-def scalars_of(optimizer: torch.optim.Optimizer, step: int) -> dict[str, float]:
-    """Return the scalars of one step, with a gradient scale of 0.5."""
-    rule = rule_for(optimizer)
-    scalars = rule.scalars(rule.snapshot(optimizer.param_groups[0]), step=step, gradient_scale=0.5)
-    return {name: getattr(scalars, name) for name in dir(scalars) if name != "words" and not name.startswith("_")}
-
-
-def in_fp32(**values: float) -> dict[str, float]:
-    return {name: float(np.float32(value)) for name, value in values.items()}
-
-
-@pytest.mark.parametrize("step", [1, 7])
-def test_scalars_of_adagrad(step: int) -> None:
-    """Adagrad's lr decays with the number of earlier steps, and maximize negates the gradient."""
-    optimizer = torch.optim.Adagrad(parameters(), lr=0.1, lr_decay=0.3, weight_decay=0.2, eps=1e-9, maximize=True)
-    assert scalars_of(optimizer, step) == in_fp32(
-        gradient_scale=-0.5, weight_decay=0.2, step_size=0.1 / (1 + (step - 1) * 0.3), eps=1e-9
-    )
-
-
-@pytest.mark.parametrize(
-    ("step", "options", "coefficients"),
-    [
-        (1, {"momentum": 0.9, "dampening": 0.3}, (0.0, 1.0, 0.0)),
-        (2, {"momentum": 0.9, "dampening": 0.3}, (0.9, 1 - 0.3, 0.0)),
-        (2, {"momentum": 0.0, "dampening": 0.3}, (0.0, 1.0, 0.0)),
-        (1, {"momentum": 0.8, "nesterov": True}, (0.0, 1.0, 0.8)),
-        (2, {"momentum": 0.8, "nesterov": True, "maximize": True}, (0.8, 1.0, 0.8)),
-    ],
-)
-def test_scalars_of_sgd(step: int, options: dict[str, Any], coefficients: tuple[float, float, float]) -> None:
-    """The first step with momentum takes the undamped gradient, and so does every step without momentum."""
-    optimizer = torch.optim.SGD(parameters(), lr=0.1, weight_decay=0.2, **options)
-    buffer, gradient, nesterov = coefficients
-    assert scalars_of(optimizer, step) == in_fp32(
-        gradient_scale=-0.5 if options.get("maximize") else 0.5,
-        weight_decay=0.2,
-        buffer_coefficient=buffer,
-        gradient_coefficient=gradient,
-        nesterov_momentum=nesterov,
-        lr=0.1,
-    )
-
-
 def test_updates_of_sgd_are_counted_from_the_first_with_momentum() -> None:
     """A step without momentum resets SGD's step count, and a count of zero means no state."""
     optimizer = torch.optim.SGD(parameters(), momentum=0.9)
@@ -215,28 +140,6 @@ def test_updates_of_sgd_are_counted_from_the_first_with_momentum() -> None:
     assert rule.count_after(rule.snapshot(group), 3) == 3
     assert rule.count_after(rule.snapshot({**group, "momentum": 0}), 3) == 0
     assert (rule.holds_state(0), rule.holds_state(1)) == (False, True)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("lr", math.nan),
-        ("lr", -0.1),
-        ("lr", math.inf),
-        ("lr", "fast"),
-        ("lr", torch.zeros(2)),
-        ("eps", -1e-9),
-        ("weight_decay", math.nan),
-        ("betas", (1.0, 0.9)),
-        ("betas", (0.9, -0.1)),
-    ],
-)
-def test_values_out_of_range(name: str, value: Any) -> None:
-    """Values that torch refuses in the constructor are also refused when they are set in a group later."""
-    optimizer = torch.optim.Adam(parameters())
-    optimizer.param_groups[0][name] = value
-    with pytest.raises(ConfigError, match=rf"Adam\({name}"):
-        rule_for(optimizer)
 
 
 def test_tensor_hyperparameters() -> None:
@@ -260,22 +163,91 @@ def test_decoupled_weight_decay_of_a_group() -> None:
         assert rule.snapshot(group).decoupled_weight_decay is decoupled  # type: ignore[attr-defined]
 
 
-def test_scalars_are_computed_in_double() -> None:
+OUT_OF_RANGE = [
+    *((torch.optim.Adam, "lr", value) for value in (math.nan, -0.1, math.inf, "fast", torch.zeros(2))),
+    (torch.optim.Adam, "eps", -1e-9),
+    (torch.optim.Adam, "weight_decay", math.nan),
+    (torch.optim.Adam, "betas", (1.0, 0.9)),
+    (torch.optim.Adam, "betas", (0.9, -0.1)),
+    (torch.optim.Adagrad, "lr_decay", -0.1),
+    (torch.optim.Adagrad, "lr", 10**400),
+    (torch.optim.Adagrad, "eps", math.nan),
+    (torch.optim.Adagrad, "weight_decay", -1.0),
+    (torch.optim.SGD, "momentum", -0.1),
+    (torch.optim.SGD, "momentum", math.inf),
+    (torch.optim.SGD, "dampening", math.nan),
+    (torch.optim.SGD, "dampening", -math.inf),
+    (torch.optim.SGD, "weight_decay", "much"),
+    (torch.optim.RMSprop, "alpha", -0.1),
+    (torch.optim.RMSprop, "momentum", math.nan),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), OUT_OF_RANGE)
+def test_values_out_of_range(kind: type[torch.optim.Optimizer], name: str, value: Any) -> None:
+    """Values that torch refuses in the constructor are also refused when they are set in a group later."""
+    optimizer = kind(parameters())
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}\({name}"):
+        rule_for(optimizer)
+
+
+def sgd(*, momentum: float, buffer: float, gradient: float = 1.0, nesterov: float = 0.0, **options: Any) -> Any:
+    """Return a case of SGD whose scalars are these coefficients."""
+    given = {"lr": 0.1, "weight_decay": 0.2, "momentum": momentum, **options}
+    coefficients = {"buffer_coefficient": buffer, "gradient_coefficient": gradient, "nesterov_momentum": nesterov}
+    scale = -0.5 if options.get("maximize") else 0.5
+    return torch.optim.SGD, given, {"gradient_scale": scale, "weight_decay": 0.2, "lr": 0.1, **coefficients}
+
+
+ADAGRAD = {"lr": 0.1, "lr_decay": 0.3, "weight_decay": 0.2, "eps": 1e-9, "maximize": True}
+SCALARS = {
+    "adamw": (
+        3,
+        torch.optim.AdamW,
+        {"betas": (0.9, 0.99999), "weight_decay": 1e-5, "maximize": True},
+        {
+            "gradient_scale": -0.5,
+            "one_minus_beta1": 1 - 0.9,
+            "beta2": 0.99999,
+            "one_minus_beta2": 1 - 0.99999,
+            "decay": 1 - 1e-3 * 1e-5,
+            "l2": 0.0,
+            "step_size": 1e-3 / (1 - 0.9**3),
+            "inverse_sqrt_bias_correction2": 1 / math.sqrt(1 - 0.99999**3),
+            "eps": 1e-8,
+        },
+    ),
+    **{
+        f"adagrad, step {step}": (
+            step,
+            torch.optim.Adagrad,
+            ADAGRAD,
+            {"gradient_scale": -0.5, "weight_decay": 0.2, "step_size": 0.1 / (1 + (step - 1) * 0.3), "eps": 1e-9},
+        )
+        for step in (1, 7)
+    },
+    "rmsprop": (
+        7,
+        torch.optim.RMSprop,
+        {"alpha": 0.99999, "centered": True, "maximize": True},
+        {"gradient_scale": -0.5, "alpha": 0.99999, "one_minus_alpha": 1 - 0.99999, "centered": 1.0},
+    ),
+    # The first step with momentum takes the undamped gradient, and so does every step without momentum.
+    "sgd, first step": (1, *sgd(momentum=0.9, dampening=0.3, buffer=0.0)),
+    "sgd, second step": (2, *sgd(momentum=0.9, dampening=0.3, buffer=0.9, gradient=1 - 0.3)),
+    "sgd without momentum": (2, *sgd(momentum=0.0, dampening=0.3, buffer=0.0)),
+    "nesterov, first step": (1, *sgd(momentum=0.8, nesterov=0.8, buffer=0.0)),
+    "nesterov, second step": (2, *sgd(momentum=0.8, nesterov=0.8, buffer=0.8, maximize=True)),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_scalars(name: str) -> None:
     """Scalars are computed in double and rounded to fp32 once."""
-    optimizer = torch.optim.AdamW(parameters(), lr=1e-3, betas=(0.9, 0.99999), weight_decay=1e-5, maximize=True)
+    step, kind, options, expected = SCALARS[name]
+    optimizer = kind(parameters(), **options, **({"nesterov": True} if "nesterov" in name else {}))
     rule = rule_for(optimizer)
-    scalars = rule.scalars(rule.snapshot(optimizer.param_groups[0]), step=3, gradient_scale=0.5)
-    expected = {
-        "gradient_scale": -0.5,
-        "one_minus_beta1": 1 - 0.9,
-        "beta2": 0.99999,
-        "one_minus_beta2": 1 - 0.99999,
-        "decay": 1 - 1e-3 * 1e-5,
-        "l2": 0.0,
-        "step_size": 1e-3 / (1 - 0.9**3),
-        "inverse_sqrt_bias_correction2": 1 / math.sqrt(1 - 0.99999**3),
-        "eps": 1e-8,
-    }
-    assert {name: getattr(scalars, name) for name in expected} == {
-        name: float(np.float32(value)) for name, value in expected.items()
-    }
+    scalars = rule.scalars(rule.snapshot(optimizer.param_groups[0]), step=step, gradient_scale=0.5)
+    rounded = {name: float(np.float32(value)) for name, value in expected.items()}
+    assert {name: getattr(scalars, name) for name in expected} == rounded
