@@ -69,18 +69,6 @@ def test_generated_texts_of_different_lengths(tmp_path: Path) -> None:
         assert f"rank {rank}: {plain.generate(rank)}" in done.stdout
 
 
-@LONG
-def test_no_collective_is_added(tmp_path: Path) -> None:
-    """The ranks begin as many collectives, in each group, as without the limit."""
-    counts = []
-    for unwatched in ((), ("unwatched",)):
-        done = run_module(WORKER, tmp_path, "Equal", *unwatched, ranks=2)
-        assert done.returncode == 0, done.stderr
-        counts.append(re.findall("collectives .*", done.stdout))
-    assert counts[0] == counts[1]
-    assert len(set(counts[0])) == 1
-
-
 def place(doing: str, *, count: int = 7, seconds: float = 0.0, lawful: bool = False) -> Place:
     """Return a place of a rank that has begun this many collectives."""
     return Place(doing, lawful, {"0": count}, "gather" if doing == "waits" else "", "at a.py:1 (f)", seconds)

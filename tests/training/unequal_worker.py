@@ -1,4 +1,4 @@
-"""Two ranks of which one does something else: ``python -m tests.training.unequal_worker FOLDER SITUATION [unwatched]``.
+"""Two ranks of which one does something else: ``python -m tests.training.unequal_worker FOLDER SITUATION``.
 
 SITUATION is ``loop``, a key of :data:`HOOKS`, or the name of a class below. A rank that gets through prints ``done``.
 """
@@ -16,7 +16,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_smartinfinity import SmartInfinityFabricStrategy, SmartInfinityStrategy
@@ -181,26 +180,24 @@ def loop(folder: Path) -> None:
     time.sleep(4 * LIMIT)
 
 
-def fit(folder: Path, situation: str, limit: float | None) -> None:
+def fit(folder: Path, situation: str) -> None:
     """Fit for two epochs; parameters are gathered for each use."""
     keys = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
     zero = {f"stage3_{key}": 0 for key in keys}
-    strategy = SmartInfinityStrategy(folder / "storage", collective_timeout=limit, zero=zero)
+    strategy = SmartInfinityStrategy(folder / "storage", collective_timeout=LIMIT, zero=zero)
     trainer = quiet_trainer(folder, strategy, devices=2, max_epochs=2, num_sanity_val_steps=0, precision="32-true")
     trainer.fit(module_of(situation))
     if situation == "ForwardAtEnd":
         time.sleep(4 * LIMIT)
-    groups = distributed_c10d._world.pg_map
-    print("collectives", [group._get_sequence_number_for_group() for group in groups], flush=True)
 
 
 def main() -> None:
-    situation, unwatched, folder = sys.argv[2], sys.argv[3:], Path(sys.argv[1])
+    folder, situation = Path(sys.argv[1]), sys.argv[2]
     try:
         if situation == "loop":
             loop(folder)
         else:
-            fit(folder, situation, None if unwatched else LIMIT)
+            fit(folder, situation)
     finally:  # the first rank that fails ends the others
         (folder / f"over-{os.environ['RANK']}").touch()
         await_that(lambda: all((folder / f"over-{rank}").exists() for rank in (0, 1)))
