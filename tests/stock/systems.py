@@ -72,13 +72,14 @@ def maker(system: str, root: Path, devices: int) -> Callable[..., pl.Trainer]:
 
 
 class Hook(pl.Callback):
-    """A callback that calls a function after a given number of steps."""
+    """A callback that calls a function once, after a given number of steps."""
 
-    def __init__(self, step: int, action: Callable[[pl.Trainer], None]) -> None:
-        self.step, self.action = step, action
+    def __init__(self, step: int, action: Callable[[pl.Trainer], object]) -> None:
+        self.step, self.action, self.is_done = step, action, False
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
+        if trainer.global_step == self.step and not self.is_done:
+            self.is_done = True
             self.action(trainer)
 
 

@@ -1,6 +1,6 @@
-"""Saves beside training on several ranks: ``python -m tests.training.asynchronous_worker FOLDER DEVICES CASE``.
+"""Saves beside training on two ranks: ``python -m tests.training.asynchronous_worker FOLDER CASE``.
 
-CASE is ``equal``, or a moment of a save at which one rank fails. Every rank writes what it saw to ``rank-<n>.json``.
+CASE is ``equal``, or ``full``: the disk of the second rank is. Every rank writes what it saw to ``rank-<n>.json``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, TransferConfig
 from lightning_smartinfinity.common.patches import replaced
@@ -28,6 +29,7 @@ from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import await_that
+from tests.stock.systems import Hook
 
 TRANSFER = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
 SAVE_AT, NUM_STEPS = 2, 9
@@ -74,31 +76,22 @@ class Turns(pl.Callback):
             yield
 
 
-class SaveTwice(pl.Callback):
-    """Saves one step twice, first so that training waits, and then beside it.
+def save_twice(root: Path, *, weights_only: bool = False, beside: bool = True) -> Hook:
+    """Return a callback that saves one step twice, first so that training waits, and then beside it.
 
     Args:
         root: The checkpoints are ``waited`` and ``beside`` there.
         weights_only: What the Trainer is told.
-        at: The step.
         beside: Whether to make the second save.
     """
 
-    def __init__(self, root: Path, *, weights_only: bool = False, at: int = SAVE_AT, beside: bool = True) -> None:
-        self.root = root
-        self._weights_only = weights_only
-        self._at = at
-        self._beside = beside
-        self._has_saved = False
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step != self._at or self._has_saved:  # several batches of one step
-            return
-        self._has_saved = True
+    def save(trainer: pl.Trainer) -> None:
         with one_name():
-            trainer.save_checkpoint(self.root / "waited", self._weights_only)
-            if self._beside:
-                save_beside(trainer, self.root / "beside", weights_only=self._weights_only)
+            trainer.save_checkpoint(root / "waited", weights_only)
+            if beside:
+                save_beside(trainer, root / "beside", weights_only=weights_only)
+
+    return Hook(SAVE_AT, save)
 
 
 class Progress(pl.Callback):
@@ -153,45 +146,45 @@ def digests(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents(folder).items()}
 
 
-def fail_on_last_rank(root: Path, devices: int) -> dict[str, Any]:
-    """Save beside training while the disk of the last rank is full; return what ended the fit.
+def fail_on_second_rank(root: Path) -> dict[str, Any]:
+    """Save beside training while the disk of the second rank is full; return what ended the fit.
 
     `before` has the digests of the files that the path held before. They are compared once all processes have ended,
     since one process may still remove what the failed save has left when another's fit has ended.
     """
     write, saw = TensorStream.write, dict[str, Any]()
 
-    class SaveOften(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            saw["step"] = trainer.global_step
-            if trainer.global_step == 1:
-                trainer.save_checkpoint(root / "c.ckpt")
-                saw["before"] = digests(root / "c.ckpt")
-            if trainer.global_step == SAVE_AT:
-                save_beside(trainer, root / "c.ckpt")
+    def save(trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(root / "c.ckpt")
+        saw["before"] = digests(root / "c.ckpt")
+
+    def note(trainer: pl.Trainer, *_: Any) -> None:
+        saw["step"] = trainer.global_step
+
+    saves = [Hook(1, save), Hook(SAVE_AT, lambda trainer: save_beside(trainer, root / "c.ckpt"))]
 
     def full(stream: TensorStream, values: Any) -> None:
-        if threading.current_thread() is not threading.main_thread() and rank == devices - 1:
+        if threading.current_thread() is not threading.main_thread() and rank == 1:
             raise OSError(28, "No space left on device")
         write(stream, values)
 
     rank = int(os.environ.get("RANK", "0"))
     with mock.patch.object(TensorStream, "write", full):
         try:
-            train(root, SaveOften(), devices=devices)
+            train(root, *saves, LambdaCallback(on_train_batch_end=note), devices=2)
         except SmartInfinityError as error:
             saw["error"] = f"{type(error).__name__}: {error}"
     return saw
 
 
 def main() -> None:
-    root, devices, case = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    root, case = Path(sys.argv[1]), sys.argv[2]
     if case == "equal":
         turns = Turns()
         with turns.taken():
-            saw = {"losses": train(root, turns, SaveTwice(root), devices=devices), "num_windows": turns.num_windows}
+            saw = {"losses": train(root, turns, save_twice(root), devices=2), "num_windows": turns.num_windows}
     else:
-        saw = fail_on_last_rank(root, devices)
+        saw = fail_on_second_rank(root)
     (root / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(saw))
 
 

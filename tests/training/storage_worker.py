@@ -76,9 +76,11 @@ class StorageRun:
     module: dict[str, Any] = field(default_factory=dict)
 
 
-def launch(run: StorageRun) -> tuple[int, str]:
-    """Run in forked processes; return the exit status and the output."""
-    return launch_run("tests.training.storage_worker", run)
+def launch(run: StorageRun, *, ends: int | None = None) -> tuple[int, str]:
+    """Run in forked processes; return the exit status, which has to be ``ends`` if that is given, and the output."""
+    code, output = launch_run("tests.training.storage_worker", run)
+    assert ends in (None, code), output[-4000:]
+    return code, output
 
 
 def steps_of(out: Path, rank: int = 0) -> dict[int, str]:
