@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 
 from tests.helpers.attacks import Attack
-from tests.helpers.long_cases import long_but
 from tests.helpers.namespaces import TwoMachines, why_no_namespaces
 from tests.helpers.waiting import PROCESS_LIMIT, await_that, lenient
-from tests.nodes.test_nodes import SETTINGS, WHOLE, assert_resumed, assert_saved, commands_of_the_page, of_one_machine
+from tests.nodes.test_nodes import (
+    SETTINGS,
+    WHOLE,
+    assert_resumed,
+    assert_saved,
+    assert_swapped,
+    commands_of_the_page,
+    of_one_machine,
+)
 from tests.training.storage_worker import StorageRun, end_of, launch, steps_of
 
 LIKE_A_USER = ("--machines", "--default-limits")
@@ -42,11 +49,8 @@ def found(machines: TwoMachines, doing: str, **options: Any) -> list[Any]:
     return [json.loads((machines.folder / f"found-{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("where", "machines"),
-    long_but([("shared", 1)], [("shared", 1), ("shared", 30), ("local", 30)]),
-    indirect=["machines"],
-)
+@pytest.mark.long  # test_nodes.py always has them, on made-up machines
+@pytest.mark.parametrize(("where", "machines"), [("shared", 1), ("shared", 30), ("local", 30)], indirect=["machines"])
 def test_checkpoints(where: str, machines: TwoMachines) -> None:
     """Fits resume to the same bits from a file system that both see, and from parts on their own disks."""
     assert_resumed(found(machines, where))
@@ -62,29 +66,24 @@ def test_as_on_one_machine(settings: str, machines: TwoMachines) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("machines", [5], indirect=True)  # each save waits until that has passed
-def test_saves_beside_remembered_look_ups(machines: TwoMachines, attack: Attack) -> None:
-    """Every save is whole, and the newest is in place."""
-    assert found(machines, "swaps", num_saves=20) == [[True] * 20, [False] * 20]
-    for number in range(4):
-        files = (machines.folder / "filer" / f"{number}.ckpt" / "checkpoint").glob("*.pt")
-        assert [file.read_text() for file in files] == [str(16 + number)] * 2
-    attack("saves of two machines that remember failed look-ups", tries=20, outcome=WHOLE)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("machines", [30], indirect=True)
-def test_trainings_beside_remembered_look_ups(machines: TwoMachines, attack: Attack) -> None:
-    """Each checkpoint is whole and in place: the newest ones, which ModelCheckpoint prunes, and the replaced ones."""
-    assert_saved(found(machines, "saves", num_saves=20)[0], 20)
-    attack("saves of trainings on two machines that remember failed look-ups", tries=60, outcome=WHOLE)
-
-
-@pytest.mark.long
-def test_a_loop_of_fabric(machines: TwoMachines) -> None:
-    """It saves to the machines' own disks, and goes back to that to the same bits."""
-    for first, again in found(machines, "fabric"):
-        assert first == again
+@pytest.mark.parametrize(
+    ("doing", "machines", "what", "tries"),
+    [
+        ("swaps", 5, "saves of two machines", 20),  # each save waits until that has passed
+        ("saves", 30, "saves of trainings on two machines", 60),
+    ],
+    indirect=["machines"],
+)
+def test_saves_beside_remembered_look_ups(
+    doing: str, machines: TwoMachines, what: str, tries: int, attack: Attack
+) -> None:
+    """Every save is whole, and the newest is in place, also where ModelCheckpoint prunes the others."""
+    saved = found(machines, doing, num_saves=20)
+    if doing == "swaps":
+        assert_swapped(machines.folder / "filer", saved, 20)
+    else:
+        assert_saved(saved[0], 20)
+    attack(f"{what} that remember failed look-ups", tries=tries, outcome=WHOLE)
 
 
 LOST = {

@@ -93,16 +93,20 @@ def test_space_that_both_need(scratch: Path) -> None:
 @pytest.mark.parametrize("num_saves", long_but([8], [8, 20]))
 def test_saves_where_failed_look_ups_are_remembered(num_saves: int, scratch: Path, attack: Attack) -> None:
     """Every save is whole and replaces the one before, though the other machine remembers that nothing was there."""
-    ours, theirs = run("swaps", scratch, mounts=False, num_saves=num_saves)
-    assert ours == [True] * num_saves and theirs == [False] * num_saves
+    assert_swapped(scratch / "shared", run("swaps", scratch, mounts=False, num_saves=num_saves), num_saves)
+    attack("saves of two machines that remember failed look-ups", tries=num_saves, outcome=WHOLE)
+
+
+def assert_swapped(shared: Path, leads: list[Any], num_saves: int) -> None:
+    """Assert that one machine led all saves, and that the newest save of each path is whole and alone."""
+    assert leads == [[True] * num_saves, [False] * num_saves]
     for number in range(4):
-        path = scratch / "shared" / f"{number}.ckpt"
+        path = shared / f"{number}.ckpt"
         found = {file.name: file.read_text() for file in (path / TAG).glob("*.pt")}
         newest = str(num_saves - 4 + number)
         assert found == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": newest for rank in range(2)}
         assert sorted(each.name for each in path.iterdir()) == [TAG, "latest"]
-    assert sorted(path.name for path in (scratch / "shared").iterdir()) == [f"{number}.ckpt" for number in range(4)]
-    attack("saves of two machines that remember failed look-ups", tries=num_saves, outcome=WHOLE)
+    assert sorted(path.name for path in shared.iterdir()) == [f"{number}.ckpt" for number in range(4)]
 
 
 def test_leftovers_are_looked_for_by_one_machine(scratch: Path) -> None:
@@ -173,13 +177,6 @@ def test_two_processes_on_each_machine(where: str, scratch: Path) -> None:
 def test_a_universal_checkpoint(scratch: Path) -> None:
     """It is waited for, though the other machine remembers that nothing was there."""
     assert run("universal", scratch, mounts=False) == [2, 2]
-
-
-@pytest.mark.usefixtures("_own_mounts")
-def test_a_loop_of_fabric(scratch: Path) -> None:
-    """It saves to the machines' own disks, and goes back to that to the same bits."""
-    for first, again in run("fabric", scratch, mounts=True):
-        assert first == again
 
 
 @pytest.mark.usefixtures("_own_mounts")
@@ -277,12 +274,6 @@ def ranks_left(scratch: Path) -> list[Path]:
     return sorted(scratch.glob("disk-?/storage/*/rank-*"))
 
 
-def test_a_training_whose_checkpoint_only_one_machine_has_replaced(scratch: Path) -> None:
-    """It goes on from the new checkpoint, with the bits of one that never stopped."""
-    for whole, resumed in run("replaced", scratch, mounts=True):
-        assert len(whole) == 2 and whole == resumed
-
-
 @pytest.mark.usefixtures("_own_mounts")
 def test_parts_of_two_saves_on_two_machines(scratch: Path) -> None:
     """A load or a save goes to the newest save that both have whole; if there is none, the error says who has what."""
@@ -290,9 +281,8 @@ def test_parts_of_two_saves_on_two_machines(scratch: Path) -> None:
     for first in range(2):
         for found in (ours, theirs):
             assert found[f"both are whole {first}"] == "new"
-            assert found[f"the new one is not {first}"] == found[f"a failed load {first}"] == "old"
+            assert found[f"the new one is not {first}"] == "old"
             assert found[f"another save {first}"] == "newest"
-            assert found[f"an interrupted save {first}"] == "new"
             assert re.search(
                 "has parts of different saves, and none is whole on all machines: node0 has that of .* node1 has that",
                 found[f"none is whole {first}"],
@@ -311,25 +301,3 @@ def test_what_a_kill_left_where_machines_looked(tmp_path: Path) -> None:
         os.utime(path, (time.time() - 2 * hour,) * 2, follow_symlinks=False)
     _remove_old(tmp_path)
     assert set(tmp_path.iterdir()) == {new, content, link, other}
-
-
-def test_the_view_forgets(tmp_path: Path) -> None:
-    """The made-up look-ups hide what another process makes, for a while, and what this one makes never."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        from tests.helpers.nodes import RememberedLookups
-
-        RememberedLookups(tmp_path, seconds=60)
-        seen = [(tmp_path / "a/b").exists()]
-        os.write(write, b"1")
-        while not os.path.lexists(tmp_path.parent / f"{tmp_path.name}-made"):
-            pass
-        seen += [(tmp_path / "a/b").exists(), (tmp_path / "c").exists()]
-        (tmp_path / "d").mkdir()
-        os._exit(0 if [*seen, (tmp_path / "d").exists()] == [False, False, True, True] else 1)
-    assert os.read(read, 1)
-    (tmp_path / "a/b").mkdir(parents=True)
-    (tmp_path / "c").mkdir()
-    (tmp_path.parent / f"{tmp_path.name}-made").touch()
-    assert os.waitpid(child, 0)[1] == 0
