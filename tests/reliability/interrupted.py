@@ -37,17 +37,19 @@ class Interrupted:
 
     Args:
         root: An empty folder.
+        recipe: Recipe of the training.
+        overlap: As the strategy's.
 
     Attributes:
         folder: The rank's folder, in which files may be damaged before :meth:`resumed`.
         expected: Bits that the training ends with if nothing interrupts it.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root, self._saved = root, root / "saved"
-        self.expected = self._bits(LitTiny(_RECIPE), root / "straight")
+    def __init__(self, root: Path, recipe: Recipe = _RECIPE, *, overlap: str = "none") -> None:
+        self._root, self._saved, self._recipe, self._overlap = root, root / "saved", recipe, overlap
+        self.expected = self._bits(LitTiny(recipe), root / "straight")
         try:
-            self._bits(_Breaking(_RECIPE), root / "state")
+            self._bits(_Breaking(recipe), root / "state")
         except _Broken:
             shutil.copytree(root / "state", self._saved)
         self.folder = root / "state" / "default" / "rank-00000"
@@ -59,13 +61,15 @@ class Interrupted:
 
     def resumed(self) -> Bits:
         """Resume; return the bits that the training ends with."""
-        return self._bits(LitTiny(_RECIPE), self._root / "state", ckpt_path="storage")
+        return self._bits(LitTiny(self._recipe), self._root / "state", ckpt_path="storage")
 
     def _bits(self, module: LitTiny, storage: Path, **how: Any) -> Bits:
         transfer = {"tasklet_bytes": 64 * 1024, "num_buffers": 3}
-        strategy = SmartInfinityStrategy(storage, compression=TopK(0.05), overlap="none", transfer=transfer)
+        strategy = SmartInfinityStrategy(storage, compression=TopK(0.05), overlap=self._overlap, transfer=transfer)
         try:
-            quiet_trainer(self._root, strategy, max_steps=_RECIPE.max_steps, precision="32-true").fit(module, **how)
+            quiet_trainer(self._root, strategy, max_steps=self._recipe.max_steps, precision="32-true").fit(
+                module, **how
+            )
             strategy.drain()
             optimizer: Any = strategy._training_optimizer
             masters: Bits = []

@@ -1,15 +1,17 @@
-"""A hostile pickle in any file that a load reads is not executed; what we save ourselves needs no consent."""
+"""A hostile pickle or a pipe in place of any file that a load reads is refused; what we save needs no consent."""
 
 from __future__ import annotations
 
-import itertools
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -18,11 +20,17 @@ from lightning.pytorch import callbacks
 from lightning_smartinfinity import BlockScaled, CheckpointError, RandomStates, SmartInfinityStrategy
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
+from lightning_smartinfinity.export.models import described_by
+from lightning_smartinfinity.export.pretrained import OriginalWeights
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers.resume import checkpoint_to_resume
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_file
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.attacks import Attack
 from tests.helpers.hostile import Hostile, assert_plain, executed, files_in
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.huggingface.trained import arguments, dataset, load, train
@@ -118,45 +126,110 @@ def few_files_in(checkpoint: Path) -> list[Path]:
 
 MODEL, OPTIMIZER = "zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 ARRAYS = ["exp_avg.pt", "exp_avg_sq.pt", "fp32.pt"]
+BOTH = [MODEL, OPTIMIZER]
 
 
-@pytest.mark.parametrize("method", ["fit", "validate"])
-def test_a_trainer(method: str, checkpoints: Path, attack: Attack) -> None:
-    """Trainer.fit and validate refuse every file that they read."""
-    files = files_in(checkpoints / "ordinary")
+def trainer_of(folder: Path, **settings: Any) -> pl.Trainer:
+    strategy = SmartInfinityStrategy(folder / "fits", **settings)
+    return quiet_trainer(folder, strategy, precision=RECIPE.precision, max_steps=3)
 
-    def door() -> None:
-        trainer = quiet_trainer(checkpoints, precision=RECIPE.precision, max_steps=3)
-        getattr(trainer, method)(Remembering(RECIPE), ckpt_path=checkpoints / "ordinary")
 
+def export(checkpoint: Path, to: str) -> None:
+    out = Path(tempfile.mkdtemp(dir=checkpoint.parent)) / "out"
+    export_checkpoint(checkpoint, out, ExportSettings(to=to))
+
+
+WEIGHTS = ["fp32.pt", MODEL]
+DOORS: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
+    "fit": ("ordinary", lambda c: trainer_of(c).fit(Remembering(RECIPE), ckpt_path=c / "ordinary"), BOTH),
+    "validate": ("ordinary", lambda c: trainer_of(c).validate(Remembering(RECIPE), ckpt_path=c / "ordinary"), BOTH),
+    "fit, universal": (
+        "universal",
+        lambda c: trainer_of(c).fit(Remembering(RECIPE), ckpt_path=c / "universal"),
+        [*ARRAYS, "crc32c.pt", "optimizer_state.pt", MODEL],
+    ),
+    "validate, universal": (
+        "universal",
+        lambda c: trainer_of(c).validate(Remembering(RECIPE), ckpt_path=c / "universal"),
+        WEIGHTS,
+    ),
+    "fit, full weights": (
+        "file",
+        lambda c: trainer_of(c, load_full_weights=True).fit(Remembering(RECIPE), ckpt_path=c / "file"),
+        ["file"],
+    ),
+    "export": ("ordinary", lambda c: export(c / "ordinary", "safetensors"), BOTH),
+    "export, universal": ("universal", lambda c: export(c / "universal", "safetensors"), WEIGHTS),
+    "export to Lightning": ("ordinary", lambda c: export(c / "ordinary", "lightning"), BOTH),
+    "export to Lightning, universal": ("universal", lambda c: export(c / "universal", "lightning"), WEIGHTS),
+    "convert": ("ordinary", lambda c: convert_checkpoint(c / "ordinary", c / "new"), BOTH),
+}
+"""What loads a checkpoint: its kind, how it is loaded, and the files that are read then. Others do not matter."""
+
+
+@pytest.mark.parametrize("name", long_but([name for name in DOORS if name != "validate, universal"], DOORS))
+def test_a_door(name: str, checkpoints: Path, attack: Attack) -> None:
+    """Every file that is read is refused, and nothing is converted."""
+    kind, door, read = DOORS[name]
+    files = [checkpoints / "file"] if kind == "file" else few_files_in(checkpoints / kind)
     attack(ROW, tries=len(files), outcome=OUTCOME)
-    assert sorted(attacked(files, door)) == [MODEL, OPTIMIZER]
+    assert sorted(attacked(files, lambda: door(checkpoints))) == sorted(read)
+    assert not (checkpoints / "new").exists()
 
 
-@pytest.mark.parametrize("method", ["fit", pytest.param("validate", marks=pytest.mark.long)])
-def test_a_trainer_with_a_universal_folder(method: str, checkpoints: Path, attack: Attack) -> None:
-    """What an evaluation does not read does not matter to it."""
-    files = few_files_in(checkpoints / "universal")
-
-    def door() -> None:
-        trainer = quiet_trainer(checkpoints, precision=RECIPE.precision, max_steps=3)
-        getattr(trainer, method)(Remembering(RECIPE), ckpt_path=checkpoints / "universal")
-
-    attack(ROW, tries=len(files), outcome=OUTCOME)
-    read = [*ARRAYS, "crc32c.pt", "optimizer_state.pt", MODEL] if method == "fit" else ["fp32.pt", MODEL]
-    assert sorted(attacked(files, door)) == sorted(read)
+def scrub(checkpoint: Path) -> None:
+    if main(["scrub", str(checkpoint), "--quiet"]):
+        raise CheckpointError("It is not whole.", "")
 
 
-def test_a_trainer_with_full_weights(checkpoints: Path, attack: Attack) -> None:
-    """A single file of Lightning's is refused, too."""
+PIPES = {
+    **{name: door for name, door in DOORS.items() if name != "fit, full weights"},
+    "scrub": ("ordinary", lambda c: scrub(c / "ordinary"), [*BOTH, "latest"]),
+    "scrub, universal": ("universal", lambda c: scrub(c / "universal"), DOORS["fit, universal"][2]),
+}
 
-    def door() -> None:
-        strategy = SmartInfinityStrategy(checkpoints / "storage", load_full_weights=True)
-        trainer = quiet_trainer(checkpoints, strategy, precision=RECIPE.precision, max_steps=3)
-        trainer.fit(Remembering(RECIPE), ckpt_path=checkpoints / "file")
 
-    attack(ROW, tries=1, outcome=OUTCOME)
-    assert attacked([checkpoints / "file"], door) == ["file"]
+@pytest.mark.parametrize("name", PIPES)
+def test_a_pipe_in_place_of_a_file(name: str, checkpoints: Path, attack: Attack) -> None:
+    """Every door refuses it by our error: who opened it would wait for ever."""
+    kind, door, read = PIPES[name]
+    names = [*read, "latest"] if name == "fit" else read
+    files = [file for file in (*few_files_in(checkpoints / kind), checkpoints / kind / "latest") if file.name in names]
+    assert len(files) == len(names)
+    attack("pipe in place of a file of a checkpoint", tries=len(files), outcome="CheckpointError, and nothing waits")
+    for file in files:
+        content = file.read_bytes()
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(CheckpointError):
+            door(checkpoints)
+        file.unlink()
+        file.write_bytes(content)
+
+
+def test_pipes_that_are_opened_directly(tmp_path: Path) -> None:
+    """So are pipes among the files of a model, and the error says what lies there."""
+    for name in ("file.pt", "config.json", "model.safetensors", "trainer_state.json"):
+        os.mkfifo(tmp_path / name)
+    readers: list[Callable[[], object]] = [
+        lambda: load_file(tmp_path / "file.pt"),
+        lambda: TensorFile(tmp_path / "file.pt"),
+        lambda: described_by(tmp_path),
+        lambda: OriginalWeights(tmp_path, prefix="").spec("weight", torch.Size([1])),
+        lambda: checkpoint_to_resume(str(tmp_path), str(tmp_path), warn=False),
+    ]
+    for read in readers:
+        with pytest.raises(CheckpointError, match="is a pipe, and not a regular file"):
+            read()
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "universal"])
+def test_an_export_with_consent(kind: str, checkpoints: Path) -> None:
+    """Who passes --no-weights-only has the code run."""
+    (file,) = (file for file in few_files_in(checkpoints / kind) if file.name == MODEL)
+    spoilt(file)
+    export_checkpoint(checkpoints / kind, checkpoints / "consented", ExportSettings(weights_only=False))
+    assert executed(file.parent)
 
 
 @pytest.fixture
@@ -184,39 +257,11 @@ def test_fabric(fabric: Fabric, tmp_path: Path, attack: Attack) -> None:
     in_training = [*ARRAYS, "crc32c.pt", "optimizer_state.pt", MODEL]
     for target, read in ((state, in_training), ({"model": model}, ["fp32.pt", MODEL])):
         loading = partial(fabric.load, tmp_path / "ordinary", target)
-        assert sorted(attacked(ordinary, loading)) == [MODEL, OPTIMIZER]
+        assert sorted(attacked(ordinary, loading)) == BOTH
         loading = partial(fabric.load, tmp_path / "universal", target)
         assert sorted(attacked(universal, loading)) == sorted(read)
     assert attacked([tmp_path / "raw"], lambda: fabric.load_raw(tmp_path / "raw", model)) == ["raw"]
     fabric.load(tmp_path / "universal", state)
-
-
-@pytest.mark.parametrize("kind", ["ordinary", "universal"])
-def test_exports(kind: str, checkpoints: Path, attack: Attack) -> None:
-    """Nothing is written; who passes --no-weights-only has the code run."""
-    files = few_files_in(checkpoints / kind)
-    attack(ROW, tries=2 * len(files), outcome=OUTCOME)
-    read = [MODEL, OPTIMIZER] if kind == "ordinary" else ["fp32.pt", MODEL]
-    for to in ("safetensors", "lightning"):
-        outs = (checkpoints / f"{to}-{number}" for number in itertools.count())
-        settings = ExportSettings(to=to)
-        assert sorted(attacked(files, partial(_export, checkpoints / kind, outs, settings))) == read
-    spoilt(next(file for file in files if file.name == MODEL))
-    export_checkpoint(checkpoints / kind, checkpoints / "consented", ExportSettings(weights_only=False))
-    assert executed(next(file for file in files if file.name == MODEL).parent)
-
-
-def _export(checkpoint: Path, outs: Iterator[Path], settings: ExportSettings) -> None:
-    export_checkpoint(checkpoint, next(outs), settings)
-
-
-def test_conversion(checkpoints: Path, attack: Attack) -> None:
-    """Nothing is converted; the command takes --no-weights-only."""
-    files = files_in(checkpoints / "ordinary")
-    attack(ROW, tries=len(files), outcome=OUTCOME)
-    into = checkpoints / "new"
-    assert sorted(attacked(files, lambda: convert_checkpoint(checkpoints / "ordinary", into))) == [MODEL, OPTIMIZER]
-    assert not into.exists()
 
 
 # ---- hyperparameters that name code
@@ -239,11 +284,10 @@ def test_code_that_hyperparameters_name(checkpoints: Path, fabric: Fabric, monke
         export_checkpoint(checkpoints / "converted", checkpoints / to, ExportSettings(to=to))
     assert main(["scrub", str(ordinary)]) == 0
     for path in (ordinary, checkpoints / "lightning"):
-        strategy = SmartInfinityStrategy(checkpoints / "fits", load_full_weights=path.is_file())
-        trainer = quiet_trainer(checkpoints, strategy, precision=RECIPE.precision, max_steps=3)
+        trainer: Any = trainer_of(checkpoints, load_full_weights=path.is_file())
         trainer.validate(Remembering(RECIPE), ckpt_path=path, verbose=False)
         trainer.fit(Remembering(RECIPE), ckpt_path=path)
-        strategy.close()
+        trainer.strategy.close()
     assert torch.load(checkpoints / "lightning", weights_only=True)["hyper_parameters"]["_instantiator"] == "this.s"
     with pytest.raises(ValueError, match=r"'this\.s' from the checkpoint is not in the allowlist"):
         Remembering.load_from_checkpoint(checkpoints / "lightning", recipe=RECIPE)
@@ -267,4 +311,4 @@ def test_transformers(model_folder: Path, tmp_path: Path, attack: Attack) -> Non
             trainer.train(resume_from_checkpoint=str(checkpoint))
 
     attack(ROW, tries=len(files), outcome=OUTCOME)
-    assert sorted(attacked(files, door)) == [MODEL, OPTIMIZER]
+    assert sorted(attacked(files, door)) == BOTH

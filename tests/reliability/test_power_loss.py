@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,10 +221,3 @@ def test_the_disks_lose_what_is_not_flushed(disk: Disk) -> None:
     (lost / "file").write_bytes(b"lost")
     with disk.after_power_loss() as folder:
         assert content(folder) == {"kept/file": b"kept"}
-
-
-def test_a_disk_ends_though_a_file_is_open(disk: Disk) -> None:
-    """A test that fails with an open file leaves no file system behind."""
-    with (disk.folder / "file").open("w"):
-        disk.close()
-        assert not os.path.ismount(disk.folder)

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.attacks import PROPERTY
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import PROCESS_LIMIT
-from tests.reliability.report import Row, Rows, files_with_attacks, page_with, table_of
+from tests.reliability.report import Row, Rows, page_with, table_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -49,32 +49,6 @@ def test_an_attack_that_is_not_held(told: list[list[Any]]) -> None:
     where: Any = {"nodeid": "tests/x.py::one", "location": ("", 0, ""), "keywords": {}, "longrepr": None}
     rows.pytest_runtest_logreport(pytest.TestReport(**where, outcome="failed", when="call", user_properties=properties))
     assert [(row.outcome, row.file) for row in rows.rows] == [("**FAILED**", "x.py")]
-
-
-def test_an_attack_that_did_not_run() -> None:
-    """The table says so, and why."""
-    rows, reason = Rows(), ("tests/x.py", 1, "Skipped: this machine cannot be two")
-    where: Any = {"nodeid": "tests/x.py::test_a_lost_link[two]", "location": ("", 0, ""), "keywords": {}}
-    rows.pytest_runtest_logreport(pytest.TestReport(**where, outcome="skipped", when="setup", longrepr=reason))
-    assert table_of(rows.rows).splitlines()[2:] == [
-        "| a lost link | 0 | did not run: this machine cannot be two | `x.py` |"
-    ]
-
-
-def test_rows_with_other_outcomes_stay_apart() -> None:
-    rows = [Row("a", 2, "whole", "tests/x.py::one"), Row("a", 3, "whole", "tests/x.py::two")]
-    rows += [Row("a", 1, "**FAILED**", "tests/x.py::three")]
-    assert table_of(rows).splitlines()[2:] == ["| a | 5 | whole | `x.py` |", "| a | 1 | **FAILED** | `x.py` |"]
-
-
-def test_tests_in_every_folder_are_found() -> None:
-    assert {"tests/reliability/test_power_loss.py", "tests/pipeline/test_crash.py"} <= set(files_with_attacks())
-
-
-def test_seconds_of_a_row_are_added() -> None:
-    """Attacks that go on for some time say for how long, in all."""
-    rows = [Row("a", 2, "whole", "tests/x.py::one", 2.0), Row("a", 3, "whole", "tests/x.py::two", 150.0)]
-    assert table_of(rows).splitlines()[2:] == ["| a, 152 s | 5 | whole | `x.py` |"]
 
 
 def test_the_table_of_a_page() -> None:
