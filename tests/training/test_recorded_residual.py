@@ -1,16 +1,19 @@
-"""The residual of compressed gradients goes to storage beside the training, whole before the next update begins."""
+"""Residuals of compressed gradients go to storage beside the training; what cannot be recorded is told once."""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-import torch
+from deepspeed.runtime.zero import GatheredParameters
 
-from lightning_smartinfinity import SmartInfinityStrategy, StorageError, StorageFullError, TopK
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageError, StorageFullError, TopK
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.storage import StateStore, recover_store
 from lightning_smartinfinity.storage.records.residual_file import residual_bytes
@@ -20,6 +23,8 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.waiting import LIMIT
+from tests.reliability.interrupted import Interrupted, same
+from tests.stock.systems import Hook
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
 
@@ -32,55 +37,23 @@ def strategy_in(root: Path, overlap: str = "none") -> SmartInfinityStrategy:
     return SmartInfinityStrategy(root / "state", compression=TopK(0.05), overlap=overlap, transfer=transfer)
 
 
-def state_of(strategy: Any) -> list[torch.Tensor]:
-    """Return the residual and all masters."""
-    strategy.drain()
-    rank_state, masters = strategy._training_optimizer.rank_state, []
-    rank_state.handler.state.scan(lambda window: masters.append(torch.from_numpy(window.arrays[0].copy())))
-    return [rank_state.residual.clone(), *masters]
-
-
 class Broken(Exception):
     """An exception in the user's code."""
-
-
-class Breaking(LitTiny):
-    """A module that raises within its third step, or calls a function at the moments of a batch."""
-
-    breaks = True
-
-    def at(self, moment: str) -> None:
-        """Take notice of a moment."""
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.at("batch start")
-
-    def on_after_backward(self) -> None:
-        self.at("backward end")
-        if self.breaks and self.trainer.global_step == 2:
-            raise Broken
 
 
 @pytest.mark.parametrize("overlap", long_but(["none", "backward"], OVERLAPS))
 def test_a_fit_that_is_resumed(tmp_path: Path, overlap: str) -> None:
     """It ends with the residual and the masters of a fit that never stopped."""
-    straight = strategy_in(tmp_path / "straight", overlap)
-    fit(LitTiny(RECIPE), tmp_path, straight, max_steps=4)
-    module, broken = Breaking(RECIPE), strategy_in(tmp_path, overlap)
-    with pytest.raises(Broken):
-        fit(module, tmp_path, broken, max_steps=4)
-    broken.close()
-    resumed = strategy_in(tmp_path, overlap)
-    quiet_trainer(tmp_path, resumed, max_steps=4).fit(LitTiny(RECIPE), ckpt_path="storage")
-    for found, expected in zip(state_of(resumed), state_of(straight), strict=True):
-        assert torch.equal(found, expected)
+    interrupted = Interrupted(tmp_path, RECIPE, overlap=overlap)
+    assert same(interrupted.resumed(), interrupted.expected)
 
 
 @pytest.mark.parametrize(
-    ("overlap", "moment"), [("none", "backward end"), ("forward", "backward end"), ("backward", "batch start")]
+    ("overlap", "hook"),
+    [("none", "on_after_backward"), ("forward", "on_after_backward"), ("backward", "on_train_batch_start")],
 )
 def test_training_goes_on_while_it_is_written(
-    tmp_path: Path, overlap: str, moment: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, overlap: str, hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk answers only late in the next batch. No update begins before it has, and no batch waits earlier."""
     go_on, write, begun = threading.Event(), ResidualWrite._write, []
@@ -101,13 +74,7 @@ def test_training_goes_on_while_it_is_written(
 
         monkeypatch.setattr(TransferHandler, name, beginning)
 
-    class Letting(Breaking):
-        breaks = False
-
-        def at(self, now: str) -> None:
-            if now == moment:
-                go_on.set()
-
+    class Letting(LitTiny):
         def on_before_optimizer_step(self, *_: Any) -> None:
             if begun.count("update") < 2:
                 go_on.set()
@@ -119,7 +86,9 @@ def test_training_goes_on_while_it_is_written(
     monkeypatch.setattr(ResidualWrite, "_write", held)
     noted("begin_step")
     noted("begin_incremental")
-    fit(Letting(RECIPE), tmp_path, strategy_in(tmp_path, overlap), max_steps=4)
+    module = Letting(RECIPE)
+    setattr(module, hook, lambda *_: go_on.set())
+    fit(module, tmp_path, strategy_in(tmp_path, overlap), max_steps=4)
     assert begun.count("update") == 4 and begun.count("written") >= 4
 
 
@@ -130,12 +99,16 @@ def test_a_disk_that_takes_no_residual(tmp_path: Path, monkeypatch: pytest.Monke
         raise StorageError("Cannot write.", "Look at the disk.")
 
     monkeypatch.setattr(ResidualWrite, "_write", fail)
-    strategy, module = strategy_in(tmp_path), Breaking(RECIPE)
+
+    def break_fit(_: Any) -> None:
+        raise Broken
+
+    strategy = strategy_in(tmp_path)
     with (
         pytest.warns(UserWarning, match=r"cannot be resumed from storage here.*Cannot write") as told,
         pytest.raises(Broken),
     ):
-        fit(module, tmp_path, strategy, max_steps=4)
+        fit(LitTiny(RECIPE), tmp_path, strategy, max_steps=4, callbacks=[Hook(3, break_fit)])
     assert sum("cannot be resumed" in str(warning.message) for warning in told) == 1
     strategy.close()
     assert not list((tmp_path / "state").iterdir())
@@ -162,20 +135,84 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_damage_on_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit that flips after the residual was looked at ends the resume with our own error, and the state stays."""
-    module, broken = Breaking(RECIPE), strategy_in(tmp_path)
-    with pytest.raises(Broken):
-        fit(module, tmp_path, broken, max_steps=4)
-    broken.close()
-    newest = max(tmp_path.rglob("residual-*.bin"), key=lambda path: path.stat().st_mtime_ns)
+    interrupted = Interrupted(tmp_path, RECIPE)
+    newest = max(interrupted.folder.glob("residual-*.bin"), key=lambda path: path.stat().st_mtime_ns)
 
     def damaging(*args: Any, **settings: Any) -> StateStore:
-        with newest.open("r+b") as file:
-            (byte,) = file.read(1)
-            file.seek(0)
-            file.write(bytes([byte ^ 1]))
+        content = newest.read_bytes()
+        newest.write_bytes(bytes([content[0] ^ 1]) + content[1:])
         return recover_store(*args, **settings)
 
     monkeypatch.setattr(reopening, "recover_store", damaging)
     with pytest.raises(StorageError, match=f"offset 0 of '{newest}' is damaged"):
-        quiet_trainer(tmp_path, strategy_in(tmp_path), max_steps=4).fit(LitTiny(RECIPE), ckpt_path="storage")
+        interrupted.resumed()
     assert newest.exists()
+
+
+FROZEN = Recipe(frozen=True, depth=1, max_steps=4)
+CANNOT = "An interrupted training cannot be resumed from storage here"
+
+
+class Breaking(LitTiny):
+    """A module that notes the warnings before each batch, and raises in its fourth step."""
+
+    def __init__(self, told: list[warnings.WarningMessage]) -> None:
+        super().__init__(FROZEN)
+        self.told, self.before = told, [""]
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.before.append(" ".join(str(one.message) for one in self.told))
+        if self.trainer.global_step == 3:
+            raise Broken
+
+
+def write_frozen(trainer: Any) -> None:
+    """Write to a parameter that is not trained."""
+    module = trainer.lightning_module
+    frozen = next(parameter for parameter in module.parameters() if not parameter.requires_grad)
+    with GatheredParameters([frozen], modifier_rank=0):
+        frozen.data.mul_(2.0)
+
+
+class OddState(pl.Callback):
+    """Has a state that is no plain value."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [1, object()]}
+
+
+@pytest.mark.parametrize(
+    ("callback", "num_before", "reason"),
+    [
+        (OddState(), 0, r"\['checkpoint'\]\['callbacks'\]\['OddState'\]\['kept'\]\[1\] is a object, which"),
+        (Hook(2, write_frozen), 2, "a parameter that is not trained was written, and storage holds none of these"),
+    ],
+    ids=["state of a callback", "frozen parameter"],
+)
+def test_a_fit_that_cannot_be_recorded(callback: pl.Callback, num_before: int, reason: str, tmp_path: Path) -> None:
+    """A state is named before the first batch, a write to a frozen parameter behind its batch; each once."""
+    strategy = SmartInfinityStrategy(tmp_path / "state", overlap="none")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        module = Breaking(told)
+        with pytest.raises(Broken):
+            quiet_trainer(tmp_path, strategy, max_steps=4, callbacks=[callback]).fit(module)
+    strategy.close()
+    found = [str(one.message) for one in told if CANNOT in str(one.message)]
+    assert len(found) == 1 and re.search(reason, found[0])
+    assert [CANNOT in before for before in module.before[1:]] == [number >= num_before for number in range(4)]
+    again = quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "state"), max_steps=4)
+    with pytest.raises(StorageError, match="There is no optimizer state"):
+        again.fit(LitTiny(FROZEN), ckpt_path="storage")
+
+
+def test_a_state_with_one_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``durability="none"`` the fit says once that nothing can be resumed, and resuming is refused."""
+    transfer = {"durability": "none"}
+    strategy = SmartInfinityStrategy(tmp_path / "state", transfer=transfer)
+    quiet_trainer(tmp_path, strategy, max_steps=2).fit(LitTiny(FROZEN))
+    told = [record.getMessage() for record in caplog.records if CANNOT in record.getMessage()]
+    assert len(told) == 1 and "durability='none' leaves its state half written" in told[0]
+    again = quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "state", transfer=transfer), max_steps=2)
+    with pytest.raises(ConfigError, match="the settings ask to keep nothing to resume from"):
+        again.fit(LitTiny(FROZEN), ckpt_path="storage")
