@@ -3,28 +3,79 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
 
-from tests.callbacks.worker import launch
+from lightning_smartinfinity import SmartInfinityStrategy, StorageTrafficMonitor
+from lightning_smartinfinity.integrations.trainer import metrics
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.ranks import on_ranks
+from tests.helpers.trainers import quiet_trainer
 
 PAGE = 4096
 NUM_STEPS = 6
 
 
+class Witness(pl.Callback):
+    """A callback that records this rank's counters, and the collectives with the shape of the metrics."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"gathers": 0}
+        self._all_gather = dist.all_gather
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        shape = metrics.StorageCounters().counters.shape
+
+        def counting(tensors: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            self.seen["gathers"] += tensor.shape == shape
+            return self._all_gather(tensors, tensor, *args, **kwargs)
+
+        dist.all_gather = counting
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        self.seen["traffic"] = dataclasses.asdict(strategy.traffic())
+        self.seen["state_numel"] = strategy.state_numel
+
+
+def train(out: Path, devices: str = "1", resume: str | None = None) -> dict[str, Any]:
+    """Train with the monitor and save a checkpoint; return what this rank saw."""
+    monitor, witness = StorageTrafficMonitor(), Witness()
+    trainer = quiet_trainer(
+        out,
+        SmartInfinityStrategy(out / "storage", overlap="none"),  # a measurement has all bytes of its steps
+        devices=int(devices),
+        max_steps=12 if resume else 6,
+        accumulate_grad_batches=2,
+        log_every_n_steps=2,
+        val_check_interval=4,
+        limit_val_batches=1,
+        callbacks=[witness, monitor],
+        logger=CSVLogger(out, name="logs", version=0),
+    )
+    recipe = Recipe(precision="bf16-mixed", accumulate=2)
+    trainer.fit(LitTiny(recipe), recipe.loader(), recipe.loader(), ckpt_path=resume)
+    trainer.save_checkpoint(out / "saved.ckpt")
+    return {**witness.seen, "summary": monitor.summary}
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Run the worker on one process and return its folder and values."""
+    """Train in one process and return its folder and values."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, launch(folder)
+    return folder, on_ranks(train, folder, ranks=1)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_values_are_those_of_the_strategy_on_all_ranks(devices: int, alone: Any, tmp_path: Path) -> None:
     """After six steps every rank has the same values, which follow from the state's layout on storage."""
-    folder, ranks = alone if devices == 1 else (tmp_path, launch(tmp_path, devices=devices))
+    folder, ranks = alone if devices == 1 else (tmp_path, on_ranks(train, tmp_path, "2"))
     summary = ranks[0]["summary"]
     assert all(rank["summary"] == summary for rank in ranks)
     moved = sum(extent_bytes(rank["state_numel"]) for rank in ranks)
@@ -46,7 +97,7 @@ def test_values_are_those_of_the_strategy_on_all_ranks(devices: int, alone: Any,
 def test_resume_in_a_new_process(alone: Any, tmp_path: Path) -> None:
     """Totals continue from the checkpoint, and values of a step do not change."""
     folder, (first,) = alone
-    (second,) = launch(tmp_path, resume=folder / "saved.ckpt")
+    (second,) = on_ranks(train, tmp_path, "1", folder / "saved.ckpt", ranks=1)
     own = second["traffic"]["shared_write_bytes"] / 1e12
     assert second["summary"]["io/written_TB"] == pytest.approx(first["summary"]["io/written_TB"] + own)
     assert second["summary"]["io/shared_write_GB"] == pytest.approx(first["summary"]["io/shared_write_GB"])

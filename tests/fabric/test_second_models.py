@@ -2,26 +2,73 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.fabric.second_model_worker import loss_of, network, plain_losses
-from tests.helpers.processes import run_module
+from tests.fabric.worker import quiet_fabric
+from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import fit
+
+
+def network(seed: int) -> nn.Sequential:
+    """Return a network with an inner one."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 3))
+
+
+def loss_of(model: nn.Module, teachers: list[nn.Sequential], step: int) -> torch.Tensor:
+    """Return the distance to all teachers, of which the last is asked in parts first."""
+    rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+    with torch.no_grad():
+        *_, last = teachers
+        answers = [last[2](last[1](last[0](rows))), *(teacher(rows) for teacher in teachers)]
+    return sum((model(rows) - answer).square().mean() for answer in answers)  # type: ignore[return-value]
+
+
+def plain_losses() -> list[float]:
+    """Return the losses of plain torch."""
+    model, teachers = network(0), [network(1), network(2)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, teachers, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_on_ranks(root: Path) -> list[float]:
+    """Return the losses of a student whose teachers Fabric did not set up."""
+    fabric = quiet_fabric(root / "storage", devices=2)
+    with fabric.init_module():
+        teachers = [network(1), network(2)]
+    parameters: list[Any] = [param for teacher in teachers for param in teacher.parameters()]
+    assert all(param.ds_status.name == "NOT_AVAILABLE" for param in parameters), "nothing is partitioned"
+    net = network(0)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, teachers, step)
+        fabric.backward(loss, model=model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    fabric.strategy.close()
+    return losses
 
 
 def test_a_second_model_on_two_processes(tmp_path: Path) -> None:
     """Two teachers of ``init_module``, one asked in parts first, answer on both ranks as in plain torch."""
-    done = run_module("tests.fabric.second_model_worker", tmp_path, "2", ranks=2)
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == pytest.approx(plain_losses(), abs=1e-6)
+    for losses in on_ranks(train_on_ranks, tmp_path):
+        assert losses == pytest.approx(plain_losses(), abs=1e-6)
 
 
 class Distilled(pl.LightningModule):

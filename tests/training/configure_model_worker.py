@@ -1,11 +1,7 @@
-"""Builds models in configure_model: ``python -m tests.training.configure_model_worker OUT PRECISION...``.
-
-As a program it trains them on two processes and saves what each rank saw to ``OUT/<precision>-<rank>.pt``.
-"""
+"""Builds models in configure_model, in this process or on ranks."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +33,6 @@ class Built(pl.LightningModule):
     def configure_model(self) -> None:
         torch.manual_seed(self.global_rank)  # only the values of rank 0 count
         self.model = self.build()
-
         self.partitioned = [hasattr(param, "ds_id") for param in self.model.parameters()]
 
     def on_train_start(self) -> None:
@@ -78,17 +73,13 @@ def fit(module: Built, root: Path, **settings: Any) -> Built:
     return module
 
 
-def main() -> None:
+def on_each_rank(out: Path) -> dict[str, Any]:
+    """Return what a rank sees in two precisions; ZeRO-3 partitions parameters again as soon as others are used."""
     from lightning_smartinfinity.zero3.parameters import gather_on_use
 
-    # ZeRO-3 partitions parameters again as soon as others are used.
     gather_on_use._GATHERED_BYTES = 0
-    out = Path(sys.argv[1])
-    for precision in sys.argv[2:]:
+    seen = {}
+    for precision in ("32-true", "bf16-mixed"):
         module = fit(Built(Initialised, squares), out, devices=2, precision=precision)
-        seen = {"weights": module.weights, "buffers": module.first_buffers, "losses": module.losses}
-        torch.save(seen, out / f"{precision}-{module.global_rank}.pt")
-
-
-if __name__ == "__main__":
-    main()
+        seen[precision] = {"weights": module.weights, "buffers": module.first_buffers}
+    return seen

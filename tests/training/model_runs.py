@@ -1,15 +1,8 @@
-"""Trains hard modules with smart_infinity and compares them with plain torch.
-
-``python -m tests.training.model_runs CASES.json`` runs named cases of :mod:`tests.training.model_cases` in processes of
-their own. Rank 0 writes the fields of :class:`Trained` for each case to its folder.
-"""
+"""Trains hard modules with smart_infinity and compares them with plain torch."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +11,6 @@ import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
 from tests.helpers.hard_models import Case, HardModule, Trained, train_plainly
-from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
 
 # Gather and release every parameter around its modules. DeepSpeed would keep parameters this small in memory.
@@ -92,29 +84,10 @@ def assert_trains_like_torch(case: Case, trained: Trained, *, world_size: int = 
     assert all(math.isfinite(loss) for loss in trained.losses) and len(set(trained.losses)) > 1
 
 
-def launch_cases(names: Sequence[str], root: Path, *, devices: int = 2) -> dict[str, Trained]:
-    """Train named cases one after the other in fresh processes."""
-    config = root / "cases.json"
-    config.write_text(json.dumps({"names": list(names), "root": str(root), "devices": devices}))
-    done = run_module("tests.training.model_runs", config, ranks=devices)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return {
-        name: Trained(**torch.load(root / f"case-{number}" / "trained.pt", weights_only=True))
-        for number, name in enumerate(names)
-    }
-
-
-def main() -> None:
+def on_each_rank(root: Path, *names: str) -> dict[str, Trained]:
+    """Train named cases of model_cases.py one after the other on two ranks."""
     from tests.training.model_cases import CASES
 
-    config = json.loads(Path(sys.argv[1]).read_text())
-    for number, name in enumerate(config["names"]):
-        folder = Path(config["root"]) / f"case-{number}"
-        module = CASES[name].module()
-        trained = train_near_storage(CASES[name], folder, module=module, devices=config["devices"])
-        if module.global_rank == 0:
-            torch.save(vars(trained), folder / "trained.pt")
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        name: train_near_storage(CASES[name], root / f"case-{number}", devices=2) for number, name in enumerate(names)
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
 from tests.helpers.initialised import WIDTH, Initialised, Table
-from tests.helpers.processes import run_module
-from tests.training.configure_model_worker import Built, fit, inputs, squares
+from tests.helpers.ranks import on_ranks
+from tests.training.configure_model_worker import Built, fit, inputs, on_each_rank, squares
 
 
 def built_whole() -> Initialised:
@@ -46,30 +47,26 @@ def test_every_way_to_initialise_gives_the_values_of_torch(
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run the worker on two processes and return its output folder."""
-    out = tmp_path_factory.mktemp("two")
-    done = run_module("tests.training.configure_model_worker", out, "32-true", "bf16-mixed", ranks=2)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return out
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what both ranks see."""
+    return on_ranks(on_each_rank, tmp_path_factory.mktemp("two"))
 
 
-def test_two_processes_take_the_values_of_the_first(two_processes: Path) -> None:
+def test_two_processes_take_the_values_of_the_first(two_processes: list[dict[str, Any]]) -> None:
     """Each rank draws other numbers, and both get what rank 0 drew, which equals plain torch's bit for bit.
 
     This holds for buffers, too, complex ones among them, which DeepSpeed alone leaves as each rank drew them.
     """
     whole = built_whole()
-    for rank in range(2):
-        seen = torch.load(two_processes / f"32-true-{rank}.pt", weights_only=True)
-        assert_same_weights(seen["weights"], whole)
-        assert seen["buffers"].keys() == dict(whole.named_buffers()).keys()
-        assert all(torch.equal(seen["buffers"][name], buffer) for name, buffer in whole.named_buffers())
+    for seen in two_processes:
+        assert_same_weights(seen["32-true"]["weights"], whole)
+        assert seen["32-true"]["buffers"].keys() == dict(whole.named_buffers()).keys()
+        assert all(torch.equal(seen["32-true"]["buffers"][name], buffer) for name, buffer in whole.named_buffers())
 
 
-def test_mixed_precision_builds_in_fp32(two_processes: Path) -> None:
+def test_mixed_precision_builds_in_fp32(two_processes: list[dict[str, Any]]) -> None:
     """With bf16-mixed weights are drawn in fp32 and rounded when they are partitioned."""
-    weights = torch.load(two_processes / "bf16-mixed-1.pt", weights_only=True)["weights"]
+    weights = two_processes[1]["bf16-mixed"]["weights"]
     for name, value in built_whole().named_parameters():
         assert weights[name].dtype is torch.bfloat16
         # Values computed from a partitioned weight are rounded twice.

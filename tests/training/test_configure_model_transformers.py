@@ -12,17 +12,18 @@ from torch import nn
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.native import MemoryPool
 from lightning_smartinfinity.zero3.parameters import param_swapper, pretrained
-from tests.helpers.processes import run_module
+from tests.helpers.ranks import on_ranks
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
 from tests.training.configure_model_worker import fit
+from tests.training.test_configure_model import assert_same_weights
 from tests.training.transformers_worker import (
-    NOTHING_PERSISTS,
     BuiltOnTokens,
     Counted,
     construct,
     language_loss,
     load,
+    on_each_rank,
     tokens,
 )
 
@@ -44,13 +45,6 @@ def saved_whole(folder: Path) -> nn.Module:
             param.add_(torch.randn_like(param), alpha=0.02)
     model.save_pretrained(folder)
     return model  # type: ignore[no-any-return]
-
-
-def assert_same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> None:
-    """Assert that the weights equal the model's bit for bit, after rounding to their dtype."""
-    expected = dict(model.named_parameters())
-    assert weights.keys() == expected.keys()
-    assert not [name for name, value in weights.items() if not torch.equal(value, expected[name].to(value.dtype))]
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("gpt2", "bf16-mixed"), ("llama", "32-true")])
@@ -118,36 +112,14 @@ def test_weights_are_never_all_in_memory(tmp_path: Path, monkeypatch: pytest.Mon
     strategy = SmartInfinityStrategy(
         tmp_path / "s", zero={"offload_param": {"device": "nvme"}}, transfer={"parameter_bytes": budget}
     )
-    module = BuiltOnTokens(lambda: load(tmp_path / "weights"))
+    module = Counted(tmp_path / "weights")
     quiet_trainer(tmp_path, strategy, max_steps=1, precision="bf16-true").fit(module)
     assert_same_weights(module.weights, whole)
+    assert_never_whole(module.most, [param.nbytes for param in whole.parameters()], kept=0)
     assert 0 < most["parameters"] <= budget
     # Pages beside those that are read come with them.
     assert most["files"] < 4 * batch < sum(file.stat().st_size for file in files) // 4
     strategy.close()
-
-
-@pytest.mark.parametrize(("on_storage", "tied"), [(False, False), (True, True)])
-def test_sharded_weights_are_never_whole(on_storage: bool, tied: bool, tmp_path: Path) -> None:
-    """from_pretrained holds a few tensors beside partitions in memory, and tied weights are loaded as one."""
-    import transformers
-
-    torch.manual_seed(5)
-    shape = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 128}
-    whole: Any = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(vocab_size=256, tie_word_embeddings=tied, **shape)
-    ).bfloat16()
-    whole.save_pretrained(tmp_path / "weights", max_shard_size="100KB")
-    assert len(list((tmp_path / "weights").glob("*.safetensors"))) > 3
-    module = Counted(tmp_path / "weights")
-    offload = {"offload_param": {"device": "nvme"}} if on_storage else {}
-    strategy = SmartInfinityStrategy(tmp_path / "s", zero={**NOTHING_PERSISTS, **offload})
-    quiet_trainer(tmp_path, strategy, max_steps=1, precision="bf16-true").fit(module)
-    strategy.close()
-    assert_same_weights(module.weights, whole)
-    assert (module.model.lm_head.weight is module.model.model.embed_tokens.weight) == tied
-    sizes = [param.nbytes for param in whole.parameters()]
-    assert_never_whole(module.most, sizes, kept=0 if on_storage else sum(sizes))
 
 
 def assert_never_whole(most: int, sizes: list[int], *, kept: int) -> None:
@@ -162,15 +134,11 @@ def assert_never_whole(most: int, sizes: list[int], *, kept: int) -> None:
 def test_two_processes_have_the_same_weights(tmp_path: Path) -> None:
     """Both ranks have the weights of plain torch, constructed or loaded."""
     expected = {"constructed": constructed_whole("gpt2"), "loaded": saved_whole(tmp_path / "weights")}
-    done = run_module("tests.training.transformers_worker", tmp_path, ranks=2)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    for how, model in expected.items():
-        for rank in range(2):
-            seen = torch.load(tmp_path / f"{how}-{rank}.pt", weights_only=True)
-            assert_same_weights(seen["weights"], model)
-            assert all(seen["partitioned"])
-            if how == "loaded":
-                sizes = [param.nbytes for param in model.parameters()]
-                # What Gloo's threads free is not counted as freed, so the end's bytes are more than the partitions'.
-                assert sum(sizes) // 2 <= seen["kept"]
-                assert_never_whole(seen["most"], sizes, kept=seen["kept"])
+    for seen in on_ranks(on_each_rank, tmp_path):
+        for how, model in expected.items():
+            assert_same_weights(seen[how]["weights"], model)
+            assert all(seen[how]["partitioned"])
+        sizes = [param.nbytes for param in expected["loaded"].parameters()]
+        # What Gloo's threads free is not counted as freed, so the end's bytes are more than the partitions'.
+        assert sum(sizes) // 2 <= seen["kept"]
+        assert_never_whole(seen["most"], sizes, kept=seen["kept"])

@@ -3,26 +3,66 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
+import deepspeed
+import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from lightning_smartinfinity import CheckpointError, SmartInfinityStrategy
 from tests.helpers.damage import flip_bit_behind
-from tests.helpers.fresh_python import fresh_environment
-from tests.helpers.long_cases import long_but
-from tests.helpers.models import Recipe
+from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import convert
-from tests.helpers.waiting import PROCESS_LIMIT
-from tests.training.evaluation_worker import RECIPE, Buffered, evaluated_values, train_and_save
-from tests.training.worker import REPOSITORY
+
+RECIPE = Recipe(precision="bf16-mixed", groups=True, frozen=True, odd=True, validate=True)
+
+
+class Buffered(LitTiny):
+    """A module that counts its steps in a buffer and keeps the values that it loaded."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.register_buffer("seen", torch.zeros(1))
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        with deepspeed.zero.GatheredParameters(list(self.parameters())):
+            self.loaded = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
+
+
+def train_and_save(
+    trainer: pl.Trainer, path: Path, recipe: Recipe = RECIPE, *, module_class: type[Buffered] = Buffered
+) -> None:
+    """Train for a few steps and save a checkpoint."""
+    trainer.fit(module_class(recipe))
+    trainer.save_checkpoint(path)
+    trainer.strategy.close()  # type: ignore[attr-defined]
+
+
+def evaluated_values(
+    trainer: pl.Trainer,
+    path: Path,
+    recipe: Recipe = RECIPE,
+    *,
+    strict: bool = True,
+    module_class: type[Buffered] = Buffered,
+) -> dict[str, torch.Tensor]:
+    """Validate a zeroed module from a checkpoint and return all its values."""
+    module: Any = module_class(recipe)
+    for tensor in (*module.parameters(), *module.buffers()):
+        torch.nn.init.zeros_(tensor)
+    module.strict_loading = strict
+    trainer.validate(module, ckpt_path=path, verbose=False)
+    return module.loaded  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -76,120 +116,77 @@ def test_weights_that_are_tied_there_and_not_here(saved: Path, tmp_path: Path) -
     assert_loaded(again, {**expected, "model.tokens.weight": expected["model.head.weight"]})
 
 
-@pytest.mark.long
-def test_other_numbers_of_processes(saved: Path, tmp_path: Path) -> None:
-    """Two processes load a checkpoint of one, and one process loads a checkpoint of two."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.evaluation_worker", str(tmp_path), str(saved)],
-        cwd=REPOSITORY,
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_LIMIT,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for rank in range(2):
-        loaded = torch.load(tmp_path / f"loaded-{rank}.pt", weights_only=True)
-        assert_loaded(loaded, converted(saved))
-    assert_loaded(evaluated_values(quiet_trainer(tmp_path), tmp_path / "two.ckpt"), converted(tmp_path / "two.ckpt"))
+class More(Buffered):
+    """A module with a buffer that was not saved."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.register_buffer("more", torch.zeros(1))
 
 
 def test_models_of_other_parameters(saved: Path, tmp_path: Path) -> None:
     """The error names the first difference. With strict_loading=False the parameters that both have are loaded."""
     deeper = dataclasses.replace(RECIPE, depth=3)
-    with pytest.raises(CheckpointError, match=r"'model\.blocks\.2\..*' is missing there") as caught:
-        evaluated_values(quiet_trainer(tmp_path / "a"), saved, deeper)
-    assert caught.value.remedy.endswith(".")
+    for recipe, module_class, strict, named in (
+        (deeper, Buffered, True, r"'model\.blocks\.2\..*' is missing there"),
+        (dataclasses.replace(RECIPE, width=64), Buffered, False, r"of shape .* there and of shape .* here"),
+        (RECIPE, More, True, "more"),
+    ):
+        with pytest.raises(CheckpointError, match=named) as caught:
+            evaluated_values(quiet_trainer(tmp_path), saved, recipe, strict=strict, module_class=module_class)
+        assert caught.value.remedy.endswith(".")
     expected = converted(saved)
     loaded = evaluated_values(quiet_trainer(tmp_path / "b"), saved, deeper, strict=False)
     assert_loaded({name: values for name, values in loaded.items() if name in expected}, expected)
-    wider = dataclasses.replace(RECIPE, width=64)
-    with pytest.raises(CheckpointError, match=r"of shape .* there and of shape .* here"):
-        evaluated_values(quiet_trainer(tmp_path / "c"), saved, wider, strict=False)
+
+
+def rename(state: dict[str, torch.Tensor], old: str, new: str) -> None:
+    """Rename the keys of a module that another version saved."""
+    for name in ("weight", "bias"):
+        if f"{old}.{name}" in state:
+            state[f"{new}.{name}"] = state.pop(f"{old}.{name}")
 
 
 class Grown(Buffered):
     """A later version of the model that renames a module and also accepts the old name in load_state_dict."""
 
+    names = ("model.side", "branch")
+
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.branch = self.model.side
         self.model.side = torch.nn.Identity()  # type: ignore[assignment]
-        self._register_load_state_dict_pre_hook(self.rename)
-
-    def rename(self, state: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
-        """Rename the keys of a module that an older version saved."""
-        for name in ("weight", "bias"):
-            if (old := f"{prefix}model.side.{name}") in state:
-                state[f"{prefix}branch.{name}"] = self.value(state.pop(old))
-
-    def value(self, saved: torch.Tensor) -> torch.Tensor:
-        return saved
-
-
-class Halved(Grown):
-    """A module whose load hook also changes values."""
-
-    def value(self, saved: torch.Tensor) -> torch.Tensor:
-        return saved / 2
-
-
-@pytest.mark.seam("hooks may rename keys of saved weights", "Torch calls _load_state_dict_pre_hooks of a Module first.")
-@pytest.mark.parametrize(
-    ("kind", "strict"),
-    long_but([("saved", True), ("universal", False)], itertools.product(["saved", "universal"], [True, False])),
-)
-def test_hooks_that_rename_keys(
-    kind: str, strict: bool, saved: Path, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """Renamed parameters take the values saved under their old names."""
-    expected = converted(saved)
-    for name in ("weight", "bias"):
-        expected[f"branch.{name}"] = expected.pop(f"model.side.{name}")
-    loaded = evaluated_values(quiet_trainer(tmp_path), request.getfixturevalue(kind), strict=strict, module_class=Grown)
-    assert_loaded(loaded, expected)
+        self._register_load_state_dict_pre_hook(lambda state, *_: rename(state, "model.side", "branch"))
 
 
 class Published(Buffered):
     """A module whose hooks rename keys both when it saves and when it loads a state dict."""
 
+    names = ("model.side", "adapter")
+
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self._register_state_dict_hook(lambda _, state, prefix, *__: self.rename(state, "model.side", "adapter"))
-        self._register_load_state_dict_pre_hook(lambda state, *_: self.rename(state, "adapter", "model.side"))
-
-    def rename(self, state: dict[str, torch.Tensor], old: str, new: str) -> None:
-        for name in ("weight", "bias"):
-            state[f"{new}.{name}"] = state.pop(f"{old}.{name}")
+        self._register_state_dict_hook(lambda _, state, prefix, *__: rename(state, "model.side", "adapter"))
+        self._register_load_state_dict_pre_hook(lambda state, *_: rename(state, "adapter", "model.side"))
 
 
-def test_hooks_that_rename_keys_both_ways(tmp_path: Path) -> None:
-    """Parameters take the saved values although the state dict uses other names."""
-    train_and_save(quiet_trainer(tmp_path, max_steps=1), tmp_path / "one.ckpt", module_class=Published)
-    expected = converted(tmp_path / "one.ckpt")
-    for name in ("weight", "bias"):
-        expected[f"adapter.{name}"] = expected.pop(f"model.side.{name}")
-    loaded = evaluated_values(quiet_trainer(tmp_path), tmp_path / "one.ckpt", module_class=Published)
+@pytest.mark.seam("hooks may rename keys of saved weights", "Torch calls _load_state_dict_pre_hooks of a Module first.")
+@pytest.mark.parametrize(
+    ("kind", "strict", "module_class"),
+    [("saved", True, Grown), ("universal", False, Grown), ("saved", True, Published)],
+)
+def test_hooks_that_rename_keys(
+    kind: str, strict: bool, module_class: Any, saved: Path, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Renamed parameters take the values saved under their old names, although the state dict may use others."""
+    path = request.getfixturevalue(kind)
+    if module_class is Published:
+        path = tmp_path / "published.ckpt"
+        train_and_save(quiet_trainer(tmp_path, max_steps=1), path, module_class=Published)
+    expected = converted(saved if module_class is Grown else path)
+    rename(expected, *module_class.names)
+    loaded = evaluated_values(quiet_trainer(tmp_path), path, strict=strict, module_class=module_class)
     assert_loaded(loaded, expected)
-
-
-def test_hooks_that_compute_values_are_refused(saved: Path, tmp_path: Path) -> None:
-    """An error names the parameter whose value a hook would compute, even with strict_loading=False."""
-    with pytest.raises(CheckpointError, match=r"Halved computes 'branch\.bias'") as caught:
-        evaluated_values(quiet_trainer(tmp_path), saved, strict=False, module_class=Halved)
-    assert "load_full_weights" in caught.value.remedy
-
-
-def test_a_buffer_that_the_checkpoint_lacks(saved: Path, tmp_path: Path) -> None:
-    """The error names the missing buffer."""
-
-    class More(Buffered):
-        def __init__(self, recipe: Recipe) -> None:
-            super().__init__(recipe)
-            self.register_buffer("more", torch.zeros(1))
-
-    with pytest.raises(CheckpointError, match="more"):
-        quiet_trainer(tmp_path).validate(More(RECIPE), ckpt_path=saved, verbose=False)
 
 
 def damaged_copy(checkpoint: Path, file: str, saved: Path, root: Path, name: str = "model.tokens.weight") -> Path:

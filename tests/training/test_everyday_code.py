@@ -8,11 +8,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_smartinfinity import TransferConfig
-from tests.helpers.processes import run_module
-from tests.training.everyday_code import DOORS, GRADIENTS, READS, TERMS, WRITES
+from tests.helpers.ranks import on_ranks
+from tests.training.everyday_code import DOORS, GRADIENTS, READS, TERMS, WRITES, on_each_rank
 
 BACKWARD = {"overlap": "backward"}
 ON_STORAGE = {
@@ -79,9 +78,7 @@ def test_terms_of_the_loss_over_parameters(door: str, tmp_path: Path) -> None:
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """Both ranks see what one process sees of the same data; transformers' Trainer has one process on CPUs."""
-    done = run_module("tests.training.everyday_code", tmp_path, ranks=2)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    for rank in range(2):
-        for (door, terms), seen in torch.load(tmp_path / f"{rank}.pt", weights_only=False).items():
+    """Both ranks see what one process sees of the same data."""
+    for of_rank in on_ranks(on_each_rank, tmp_path):
+        for (door, terms), seen in of_rank.items():
             assert_same(seen, door, terms)

@@ -42,33 +42,30 @@ def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return reasons
 
 
-def test_silent_where_it_gains(reasons: Any) -> None:
-    """No warning appears if gradients pass through the SSDs or if enough cards share the channel."""
-    assert reasons(QUICK, 4, gradient_route="storage") == []
-    assert reasons(QUICK, 14) == []
-
-
-def test_warns_where_it_does_not(reasons: Any) -> None:
-    """A warning appears if few cards wait for their SSDs, and if one thread takes too long for the residual."""
-    (few,) = reasons(QUICK, 4)
-    assert "predicted to bring no gain" in few
-    assert "to 4 device(s)" in few
-    assert "not for the channel" in few
-    (slow,) = reasons(TopK(0.01), 14)
-    assert "takes longer than it saves" in slow
+@pytest.mark.parametrize(
+    ("codec", "cards", "settings", "told"),
+    [
+        (QUICK, 4, {"gradient_route": "storage"}, ()),  # gradients pass through the SSDs
+        (QUICK, 14, {}, ()),  # enough cards share the channel
+        (QUICK, 4, {}, ("predicted to bring no gain", "to 4 device(s)", "not for the channel")),
+        (TopK(0.01), 14, {}, ("takes longer than it saves",)),  # one thread takes too long for the residual
+        (QUICK, 2, {"num_processes": 7}, ()),  # the cards of all processes count
+        (QUICK, 2, {"num_processes": 7, "sharers": 7}, ("to 2 device(s)",)),  # and each of them once
+    ],
+)
+def test_warned_where_it_does_not_gain(
+    codec: TopK, cards: int, settings: dict[str, Any], told: tuple[str, ...], reasons: Any
+) -> None:
+    """The warning names the reason."""
+    warned = reasons(codec, cards, **settings)
+    assert len(warned) == bool(told)
+    assert all(text in warned[0] for text in told)
 
 
 @pytest.mark.parametrize(("compute", "processes", "threads"), [(1, 1, 8), (1, 4, 2), (1, 100, 1), (12, 1, 12)])
 def test_all_cores_feed_the_residual(compute: int, processes: int, threads: int, reasons: Any) -> None:
     """The residual uses at most eight cores of a machine, and never fewer threads than the update."""
     assert feed_back_threads(compute, processes) == threads
-
-
-def test_processes_share_the_channel(reasons: Any) -> None:
-    """The prediction counts all cards that share the channel once each."""
-    assert reasons(QUICK, 2, num_processes=7) == []
-    (shared,) = reasons(QUICK, 2, num_processes=7, sharers=7)
-    assert "to 2 device(s)" in shared
 
 
 def test_choosing_on_the_gpu_takes_no_core(reasons: Any, monkeypatch: pytest.MonkeyPatch) -> None:

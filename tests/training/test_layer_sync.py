@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -13,6 +12,7 @@ from torch import nn
 from lightning_smartinfinity import UnsupportedError
 from lightning_smartinfinity.integrations.trainer.callback_support import synchronize_layers
 from tests.helpers.trainers import fit
+from tests.training.small import Small
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -37,22 +37,12 @@ class Plugin(LayerSync):
         return model
 
 
-class Normed(pl.LightningModule):
+class Normed(Small):
     """Trains a batch norm that configure_model builds."""
 
     def configure_model(self) -> None:
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.net(batch).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-2)
-
-    def train_dataloader(self) -> object:
-        data = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
-        return torch.utils.data.DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+        self.net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
 def test_a_plugin_converts_what_configure_model_built(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.core.hooks import ModelHooks
 from lightning.pytorch.loggers import CSVLogger
@@ -43,103 +42,6 @@ def test_model_checkpoint_keeps_the_best_and_deletes_the_others(tmp_path: Path) 
         return names, link, Path(best.best_model_path).name, scores, validated, resumed.losses
 
     assert_like_plain_lightning(scenario, tmp_path)
-
-
-def test_early_stopping(tmp_path: Path) -> None:
-    """Training stops in the same epoch as in plain Lightning, and the fit can be saved."""
-
-    def scenario(make: Any, root: Path) -> Any:
-        stopping = callbacks.EarlyStopping("val_loss", mode="max", patience=2)
-        trainer, module = make(max_epochs=9, callbacks=[stopping]), Everything()
-        trainer.fit(module)
-        trainer.save_checkpoint(root / "stopped.ckpt")
-        return module.losses, trainer.current_epoch, stopping.stopped_epoch, stopping.wait_count
-
-    assert_like_plain_lightning(scenario, tmp_path)
-
-
-class Logging(Everything):
-    """A module that logs in every way and has a scheduler whose rate a callback records."""
-
-    def __init__(self, width: int = 3) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log_dict({"sum": loss, "count": 1.0}, on_step=False, on_epoch=True, reduce_fx="sum")
-        self.log("largest", loss, on_epoch=True, on_step=False, reduce_fx=torch.max)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
-        rate = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=1e-2, total_steps=int(self.trainer.estimated_stepping_batches)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
-
-
-def test_logging_and_monitors(tmp_path: Path) -> None:
-    """The logger gets the same values, rates and hyperparameters as in plain Lightning, beside other callbacks."""
-
-    def scenario(make: Any, root: Path) -> Any:
-        logger = CSVLogger(root, version=0)
-        seen: list[str] = []
-        watching = [
-            callbacks.LearningRateMonitor(logging_interval="step", log_momentum=True),
-            callbacks.Timer(),
-            callbacks.LambdaCallback(on_train_epoch_end=lambda *_: seen.append("epoch")),
-            callbacks.RichProgressBar(),
-        ]
-        settings = {"enable_progress_bar": True, "log_every_n_steps": 1}  # the progress bar is a callback, too
-        trainer, module = make(max_epochs=2, logger=logger, callbacks=watching, **settings), Logging(width=5)
-        trainer.fit(module)
-        table = (root / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
-        rows = [[float(cell) if cell else None for cell in line.split(",")] for line in table[1:]]
-        hyperparameters = (root / "lightning_logs" / "version_0" / "hparams.yaml").read_text()
-        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        return table[0], rows, hyperparameters, metrics, seen, module.losses
-
-    assert_like_plain_lightning(scenario, tmp_path)
-
-
-class Built(Everything):
-    """A module whose model is built in configure_model, partitioned from the beginning."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.model
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            self.model = RECIPE.build_model()
-
-
-@pytest.mark.parametrize(
-    ("module", "summary"), [(Everything, callbacks.ModelSummary), (Built, callbacks.RichModelSummary)]
-)
-def test_model_summary_has_the_real_sizes(module: Any, summary: Any, tmp_path: Path) -> None:
-    """The numbers of parameters and the megabytes are those of the unpartitioned model."""
-
-    def scenario(make: Any, root: Path) -> Any:
-        seen: dict[str, Any] = {}
-
-        class Looking(summary):  # type: ignore[misc]
-            @staticmethod
-            def summarize(data: Any, total: int, trainable: int, size: float, *_: Any, **__: Any) -> None:
-                rows = dict(data)
-                seen.update(names=rows["Name"], numel=rows["Params"], total=total, trainable=trainable, size=size)
-
-        trained = module()
-        if module is Everything:
-            trained.model.positions.weight.requires_grad_(False)
-            trained.example_input_array = RECIPE.batch(0)
-        make(max_steps=1, callbacks=[Looking(max_depth=3)]).fit(trained)
-        return seen
-
-    seen = assert_like_plain_lightning(scenario, tmp_path)
-    assert seen["total"] > 0
 
 
 HOOKS = [name for name in vars(ModelHooks) if name.startswith("on_")]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
-from tests.helpers.plain import Everything, assert_like_plain_lightning
-from tests.helpers.processes import run_module
+from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
+from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import quiet_trainer
-from tests.training.predict_worker import WithoutParameters, predict_around_a_fit
 
 
 def evaluate(trainer: Any, module: Any = None, **options: Any) -> list[Any]:
@@ -151,15 +151,59 @@ def test_another_precision_for_the_same_module_is_refused(precision: Any, tmp_pa
     assert not (tmp_path / "b" / "storage").exists()
 
 
+class SameOnEveryRank(Everything):
+    """A module that trains every rank on the first batch, so that the weights do not depend on the number of ranks."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.model(self.recipe.batch(0))  # type: ignore[no-any-return]
+
+
+class WithoutParameters(pl.LightningModule):
+    """A module that computes its loss from the data alone, like a baseline to compare with."""
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", batch.float().mean())
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return 2 * batch
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return RECIPE.validation_loader()
+
+    predict_dataloader = val_dataloader
+
+
+def predict_around_a_fit(trainer: pl.Trainer, checkpoint: Path) -> list[torch.Tensor]:
+    """Return this rank's predictions.
+
+    They are those before and after a fit, of a module without parameters, and from a checkpoint.
+    """
+
+    def predict(module: pl.LightningModule, path: Path | None = None) -> torch.Tensor:
+        return torch.cat(trainer.predict(module, ckpt_path=path))  # type: ignore[arg-type]
+
+    module = SameOnEveryRank()
+    before = predict(module)
+    trainer.fit(module)
+    return [before, predict(module), predict(WithoutParameters()), predict(SameOnEveryRank(), checkpoint)]
+
+
+def predict_on_ranks(root: Path) -> list[torch.Tensor]:
+    trainer = quiet_trainer(root / "two", devices=2, precision="32-true", max_steps=1)
+    return predict_around_a_fit(trainer, root / "one.ckpt")
+
+
 def test_two_processes_predict_what_one_does(tmp_path: Path) -> None:
-    """The predictions of two ranks together equal those of one process, before and after a fit, or without weights."""
-    expected = predict_around_a_fit(quiet_trainer(tmp_path, precision="32-true", max_steps=1))
-    done = run_module("tests.training.predict_worker", tmp_path, ranks=2)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    shares = [json.loads((tmp_path / f"predicted-{rank}.json").read_text()) for rank in range(2)]
-    for one, *of_ranks in zip(expected, *shares, strict=True):
-        together = torch.stack([torch.tensor(share) for share in of_ranks], 1).flatten(0, 1)
-        torch.testing.assert_close(together, one, rtol=2e-5, atol=2e-5)
+    """The predictions of two ranks together equal those of one process.
+
+    They do so before and after a fit, without weights, and from a checkpoint that one process has saved.
+    """
+    saving, trainer = (quiet_trainer(tmp_path / name, precision="32-true", max_steps=1) for name in ("saving", "one"))
+    saving.fit(Everything())
+    saving.save_checkpoint(tmp_path / "one.ckpt")
+    expected = predict_around_a_fit(trainer, tmp_path / "one.ckpt")
+    for one, *of_ranks in zip(expected, *on_ranks(predict_on_ranks, tmp_path), strict=True):
+        torch.testing.assert_close(torch.stack(of_ranks, 1).flatten(0, 1), one, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

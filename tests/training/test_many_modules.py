@@ -8,14 +8,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_smartinfinity.zero3.parameters.deepspeed_patches import ModuleTrace
 from tests.helpers.trainers import fit
+from tests.training.small import Small
 
 NUM_MODULES = 500
 
@@ -31,39 +30,31 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-class Many(pl.LightningModule):
+class Many(Small):
     """A long chain of small modules, which counts the calls of Python functions in each step."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.Sequential(*(Scale() for _ in range(NUM_MODULES)))
-        self.num_calls = 0
+        super().__init__(on_train_batch_end=self.stop)
+        self.net = nn.Sequential(*(Scale() for _ in range(NUM_MODULES)))
         self.calls: list[int] = []
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.scales(batch).square().mean()  # type: ignore[no-any-return]
-
     def on_train_batch_start(self, *_: Any) -> None:
-        self.num_calls = 0
+        self.calls.append(0)
         sys.setprofile(self._count)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def stop(self, _: Small) -> None:
         sys.setprofile(None)
-        self.calls.append(self.num_calls)
 
     def _count(self, frame: FrameType, event: str, argument: object) -> None:
-        self.num_calls += event == "call"
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        return DataLoader(torch.ones(4, 4), batch_size=1)  # type: ignore[arg-type]
+        self.calls[-1] += event == "call"
 
 
 @pytest.mark.long
 def test_no_module_copies_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When modules release parameters, they read at most one module of the rest of the trace each."""
+    """When modules release parameters, they read at most one module of the rest of the trace each.
+
+    The second step calls at most twice as many functions as the third.
+    """
     read = 0
     get = ModuleTrace.__getitem__
 
@@ -81,14 +72,8 @@ def test_no_module_copies_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return items()
 
     monkeypatch.setattr(ModuleTrace, "__getitem__", counting)
-    fit(Many(), tmp_path, precision="32-true", max_steps=2)
-    assert 0 < read <= 2 * (NUM_MODULES + 3)
-
-
-@pytest.mark.long
-def test_the_second_step_of_many_modules(tmp_path: Path) -> None:
-    """It calls at most twice as many functions as the third."""
     module = Many()
-    fit(module, tmp_path, precision="32-true")
+    fit(module, tmp_path, precision="32-true", max_steps=3)
+    assert 0 < read <= 3 * (NUM_MODULES + 3)
     _, second, third = module.calls
     assert NUM_MODULES < second <= 2 * third

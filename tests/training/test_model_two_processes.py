@@ -6,8 +6,9 @@ import pytest
 
 from tests.helpers.hard_models import Trained
 from tests.helpers.long_cases import long_but
+from tests.helpers.ranks import on_ranks
 from tests.training.model_cases import CASES
-from tests.training.model_runs import assert_trains_like_torch, launch_cases
+from tests.training.model_runs import assert_trains_like_torch, on_each_rank
 
 USUAL = (
     "tensors of odd sizes and not contiguous",
@@ -34,7 +35,7 @@ NAMES = (
 def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Trained]:
     """Train every case of these tests in turn in one pair of processes."""
     names = NAMES if request.config.getoption("long") else USUAL
-    return launch_cases(names, tmp_path_factory.mktemp("two"))
+    return on_ranks(on_each_rank, tmp_path_factory.mktemp("two"), *names)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", long_but(USUAL, NAMES))

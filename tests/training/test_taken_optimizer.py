@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,8 +21,9 @@ from torch.utils.data import DataLoader
 from lightning_smartinfinity import UnsupportedError
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.fabric.worker import quiet_fabric
-from tests.helpers.processes import run_module
+from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import quiet_trainer
+from tests.huggingface.trained import arguments, calling
 
 DATA = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -108,38 +108,21 @@ def in_fabric(make: Make, during: Act, root: Path, *, ours: bool) -> list[Any]:
     return net.seen
 
 
-class Acting(transformers.TrainerCallback):
-    """Acts on the optimizer before a step."""
-
-    def __init__(self, net: Net, during: Act) -> None:
-        self.net, self.during = net, during
-
-    def on_step_begin(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        self.net.act(self.during, optimizer)
-
-
 def in_transformers(make: Make, during: Act, root: Path, *, ours: bool) -> list[Any]:
     with SmartInfinityTraining(storage=root / "s") if ours else nullcontext() as training:
-        arguments = transformers.TrainingArguments(
-            str(root / "out"),
+        args = arguments(
+            root / "out",
+            training and training.config,
             per_device_train_batch_size=4,
             max_steps=6,
             max_grad_norm=0.0,
             lr_scheduler_type="constant",
-            save_strategy="no",
-            train_sampling_strategy="sequential",
-            report_to=[],
-            disable_tqdm=True,
-            **({"deepspeed": training.config} if ours else {"use_cpu": True}),
+            **({} if ours else {"use_cpu": True}),
         )
         net = Net()
-        trainer = transformers.Trainer(
-            net,
-            arguments,
-            train_dataset=[{"x": row} for row in DATA],
-            optimizers=(make(net), None),
-            callbacks=[Acting(net, during)],
-        )
+        acting = calling(on_step_begin=lambda *_, optimizer, **__: net.act(during, optimizer))
+        data, optimizers = [{"x": row} for row in DATA], (make(net), None)
+        trainer = transformers.Trainer(net, args, train_dataset=data, optimizers=optimizers, callbacks=[acting])
         trainer.train()
         return net.seen
 
@@ -360,11 +343,25 @@ def test_the_users_optimizer_is_what_every_call_returns(tmp_path: Path) -> None:
     assert module.net.seen[1] < module.net.seen[0]
 
 
+def train_on_ranks(root: Path) -> tuple[list[float], int]:
+    """Return the mean losses of both ranks, and how often this one's hook was called."""
+    fabric = quiet_fabric(root / "storage", devices=2)
+    net = Net()
+    model, optimizer = fabric.setup(net, stepped_with_hook(net))
+    losses = []
+    for batch in DATA.split(4):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(batch.chunk(2)[fabric.global_rank])["loss"]
+        losses.append(float(fabric.all_reduce(loss.detach(), reduce_op="mean")))
+        fabric.backward(loss)
+        optimizer.step()
+    fabric.strategy.close()
+    return losses, net.seen.count("before")
+
+
 def test_hooks_and_an_earlier_state_in_two_processes(tmp_path: Path) -> None:
     """Each process calls the hooks, and takes its part of the state: losses are those of one process in memory."""
-    done = run_module("tests.training.taken_worker", tmp_path, ranks=2)
-    assert done.returncode == 0, done.stderr
-    losses, num_called = json.loads((tmp_path / "losses.json").read_text())
     plain = in_fabric(stepped_with_hook, nothing, tmp_path, ours=False)
-    assert losses == pytest.approx(_floats(plain), rel=2e-4)
-    assert num_called == plain.count("before") == 6
+    for losses, num_called in on_ranks(train_on_ranks, tmp_path):
+        assert losses == pytest.approx(_floats(plain), rel=2e-4)
+        assert num_called == plain.count("before") == 6

@@ -23,6 +23,7 @@ from tests.helpers.model_folder import make_model_folder
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit
 from tests.huggingface.trained import train
+from tests.training.small import Small
 
 RECIPE = Recipe(depth=1, max_steps=2)
 OWNERS = [
@@ -110,23 +111,6 @@ def use_plain_models() -> None:
     assert "aten::linear" in nodes and "prim::PythonOp" not in nodes
 
 
-class Checkpointed(LitTiny):
-    """Notes by which function linear layers compute, in forward and where backward runs a part of it again."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.found: list[Any] = []
-        self.checked = nn.Linear(1, 1)
-
-    def note(self, x: torch.Tensor) -> torch.Tensor:
-        self.found.append(nn.functional.linear)
-        return self.checked(x)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss + 0 * checkpoint(self.note, torch.ones(1, 1, requires_grad=True), use_reentrant=False).sum()
-
-
 class Late(LitTiny):
     """Builds its model while ZeRO-3 partitions it."""
 
@@ -191,9 +175,15 @@ def test_nothing_of_torch_is_left_replaced(
 @pytest.mark.parametrize("efficient", [True, False])
 def test_an_engine_keeps_no_gathered_weights_for_backward(efficient: bool, tmp_path: Path) -> None:
     """In forward, and where backward runs a part again, linear is DeepSpeed's, in a second fit as in the first."""
-    module = Checkpointed(RECIPE)
+    found: list[Any] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append(nn.functional.linear)
+        return x.sin()
+
+    module = Small(term=lambda _: checkpoint(note, torch.ones(1, requires_grad=True), use_reentrant=False).sum())
     for number in range(2):
         strategy = SmartInfinityStrategy(tmp_path / str(number), zero={"memory_efficient_linear": efficient})
         fit(module, tmp_path, strategy, precision="32-true", max_steps=1)
     wanted = torch_functions._linear if efficient else nn.functional.linear
-    assert module.found == [wanted] * 4
+    assert found == [wanted] * 4

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
-from tests.helpers.processes import run_module
+from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import quiet_trainer
 
 DECAY = 0.999
@@ -230,9 +230,7 @@ def test_writes_are_those_to_fp32_parameters(write: Callable[[Distilled], None],
         quiet_trainer(tmp_path, strategy, precision="bf16-mixed", **settings).fit(module)
         found[strategy] = module.found
     (theirs, own) = found.values()
-    for name, values in theirs.items():
-        for value, expected in zip(own[name], values, strict=True):
-            torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+    assert_equal(own, theirs)
 
 
 def ours(root: Path, place: str = "memory") -> SmartInfinityStrategy:
@@ -241,39 +239,56 @@ def ours(root: Path, place: str = "memory") -> SmartInfinityStrategy:
     return SmartInfinityStrategy(root / "storage", **(stored if place == "storage" else {}))
 
 
+def train_on_ranks(root: Path) -> dict[str, Any]:
+    """Return what each write has found, what a second fit has, and what a resumed one has."""
+    settings: dict[str, Any] = {"devices": 2, "precision": "bf16-mixed", "use_distributed_sampler": False}
+    found = {}
+    for write in TWO_RANKS:
+        module = Distilled(write)
+        quiet_trainer(root, ours(root), **settings).fit(module)
+        found[write.__name__] = module.found
+    module.write = None
+    quiet_trainer(root, ours(root), **settings).fit(module)
+    return found | {"second fit": module.found, **whole_and_resumed(root, **settings)}
+
+
+def whole_and_resumed(root: Path, **settings: Any) -> dict[str, Any]:
+    """Return what is found by a training of four steps, and by one that is saved after two and resumed."""
+    whole, resumed = Distilled(follow, lr=0.1), Distilled(follow, lr=0.1)
+    quiet_trainer(root, ours(root), max_steps=4, **settings).fit(whole)
+    begun = quiet_trainer(root, ours(root), max_steps=2, **settings)
+    begun.fit(Distilled(follow, lr=0.1))
+    begun.save_checkpoint(root / "two.ckpt")
+    again = quiet_trainer(root, ours(root), max_steps=4, **settings)
+    again.fit(resumed, ckpt_path=root / "two.ckpt", weights_only=False)
+    return {"whole": whole.found, "resumed": resumed.found}
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any], *names: str) -> None:
+    for name in names or other:
+        torch.testing.assert_close(
+            one[name], other[name], rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 def test_two_ranks_write_what_memory_writes(tmp_path: Path) -> None:
     """Each has its slices in fp32, whose sizes are not multiples of two, and a resumed training ends alike."""
-    done = run_module("tests.training.unrounded_worker", tmp_path, ranks=2)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    ranks = on_ranks(train_on_ranks, tmp_path)
     for write in TWO_RANKS:
         module = Distilled(write)
         quiet_trainer(tmp_path, "auto", precision="bf16-mixed").fit(module)
         for found in ranks:
-            torch.testing.assert_close(found[write.__name__], module.found, rtol=0, atol=0)
+            assert_equal(found[write.__name__], module.found)
     for found in ranks:
-        torch.testing.assert_close(found["second fit"], found[TWO_RANKS[-1].__name__], rtol=0, atol=0)
-        torch.testing.assert_close(found["resumed"]["student"], found["whole"]["student"], rtol=0, atol=0)
-        torch.testing.assert_close(found["resumed"]["teacher"], found["whole"]["teacher"], rtol=0, atol=0)
+        assert_equal(found["second fit"], found[TWO_RANKS[-1].__name__])
+        assert_equal(found["resumed"], found["whole"], "student", "teacher")
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_a_teacher_resumes_with_every_bit(precision: Any, tmp_path: Path) -> None:
-    """A training that is saved after the second step and resumed ends as one that never stopped."""
-    whole = Distilled(follow, lr=0.1)
-    quiet_trainer(tmp_path, ours(tmp_path), precision=precision, max_steps=4).fit(whole)
-    begun = quiet_trainer(tmp_path, ours(tmp_path), precision=precision, max_steps=2)
-    begun.fit(Distilled(follow, lr=0.1))
-    begun.save_checkpoint(tmp_path / "two.ckpt")
-    resumed = Distilled(follow, lr=0.1)
-    quiet_trainer(tmp_path, ours(tmp_path), precision=precision, max_steps=4).fit(
-        resumed, ckpt_path=tmp_path / "two.ckpt", weights_only=False
-    )
-    assert whole.found.keys() == resumed.found.keys()
-    for name in ("student", "teacher"):
-        for value, expected in zip(resumed.found[name], whole.found[name], strict=True):
-            assert torch.equal(value, expected), name
-    assert any((value.bfloat16().float() != value).any() for value in whole.found["teacher"])
+def test_a_teacher_resumes_with_every_bit(tmp_path: Path) -> None:
+    """A training that is saved after the second step and resumed ends as one that never stopped, in fp16, too."""
+    found = whole_and_resumed(tmp_path, precision="16-mixed")
+    assert_equal(found["resumed"], found["whole"], "student", "teacher")
+    assert any((value.bfloat16().float() != value).any() for value in found["whole"]["teacher"])
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -26,22 +25,14 @@ from tests.helpers.waiting import LIMIT
 
 def test_a_rank_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 meets the others all the same, so none of them waits, and all train without a watch."""
-    gathered: list[Any] = []
-
-    def gather(value: Any) -> list[Any]:
-        gathered.append(value)
-        return [value, value if isinstance(value, tuple) else ""]
-
-    def listen(backlog: int) -> None:
-        raise OSError("too many open files")
-
+    gather = Mock(side_effect=lambda value: [value, value if isinstance(value, tuple) else ""])
     monkeypatch.setattr(watching.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(watching.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(watching, "_gather", gather)
-    monkeypatch.setattr(watching, "_listen", listen)
+    monkeypatch.setattr(watching, "_listen", Mock(side_effect=OSError("too many open files")))
     with pytest.warns(UserWarning, match=r"rank 0 cannot listen: too many open files.* timeout=timedelta"):
         assert watching._meet(1.0, None) is None
-    assert len(gathered) == 2
+    assert gather.call_count == 2
 
 
 def test_a_machine_that_does_not_come() -> None:
@@ -87,23 +78,19 @@ def handler_of_sigterm() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handler_of_sigterm")
-def test_sigterm_in_a_fit() -> None:
-    """Waits for a disk become short before the handler runs that was there, which may wait for one itself."""
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_sigterm_in_a_fit(is_ignored: bool) -> None:
+    """Waits for a disk become short before the handler runs that was there, which may wait for one itself.
+
+    A process that ignores SIGTERM goes on to ignore it.
+    """
     heard: list[float | None] = []
-    signal.signal(signal.SIGTERM, lambda *_: heard.append(ending_seconds()))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if is_ignored else lambda *_: heard.append(ending_seconds()))
     give_up_soon_after_sigterm()
     assert ending_seconds() is None
     signal.raise_signal(signal.SIGTERM)
-    assert heard == [3.0]
-
-
-@pytest.mark.usefixtures("handler_of_sigterm")
-def test_a_process_that_ignores_sigterm() -> None:
-    """It goes on to ignore it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    give_up_soon_after_sigterm()
-    signal.raise_signal(signal.SIGTERM)
-    assert ending_seconds() is None
+    assert heard == ([] if is_ignored else [3.0])
+    assert (ending_seconds() is None) == is_ignored
 
 
 def test_the_end_of_an_earlier_training_leaves_the_watch_of_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:

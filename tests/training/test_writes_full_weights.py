@@ -9,12 +9,20 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.utils import (
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+)
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
 from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityStrategy, UnsupportedError
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
-from tests.training.writes_worker import Loaded
 
 RECIPE = Recipe(precision="bf16-mixed", odd=True, frozen=True, max_steps=2)
 
@@ -30,12 +38,10 @@ class Evaluated(LitTiny):
         return self.recipe.validation_loader()
 
 
-def trainer(root: Path, *callbacks: pl.Callback, load_full_weights: bool = True, **settings: Any) -> pl.Trainer:
+def trainer(root: Path, *, load_full_weights: bool = True, **settings: Any) -> pl.Trainer:
     """Return a quiet Trainer with ``load_full_weights``."""
     strategy = SmartInfinityStrategy(root / "storage", load_full_weights=load_full_weights)
-    return quiet_trainer(
-        root, strategy, **{"callbacks": list(callbacks), "max_steps": 3, "num_sanity_val_steps": 0, **settings}
-    )
+    return quiet_trainer(root, strategy, **{"max_steps": 3, "num_sanity_val_steps": 0, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -51,117 +57,79 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     return root / "full.ckpt", fitted.validate(module, verbose=False)[0]["val_loss"]
 
 
-def test_full_weights_reach_masters_and_parameters(saved: tuple[Path, float], tmp_path: Path) -> None:
-    """fit(ckpt_path=file) loads the file's fp32 values into masters, rounds them for parameters, and zeroes moments."""
-    path, _ = saved
-    loaded, module = Loaded(), Evaluated()
-    fitting = trainer(tmp_path, loaded)
-    fitting.fit(module, ckpt_path=str(path))
-    weights = torch.load(path, weights_only=False)["state_dict"]
-    trained = {name: value for name, value in loaded.masters.items() if value is not None}
-    assert len(trained) > 20 and set(loaded.masters) - set(trained) == {"model.positions.weight"}
-    for name, value in trained.items():
-        assert torch.equal(value, weights[name]), name
-    for name, value in loaded.params.items():
-        assert torch.equal(value, weights[name].bfloat16()), name
-    assert all(bool((value == 0).all()) for value in loaded.moments.values())
-    assert fitting.global_step == 3 and len(module.losses) == 1
-    assert torch.equal(module.seen.float(), torch.full((3,), 7.0))
-
-
-def test_full_weights_are_validated(saved: tuple[Path, float], tmp_path: Path) -> None:
-    """validate(ckpt_path=file) in a fresh Trainer gives the fitted model's loss."""
+def test_full_weights_are_validated_and_trained(saved: tuple[Path, float], tmp_path: Path) -> None:
+    """validate(ckpt_path=file) in a fresh Trainer gives the fitted model's loss, and fit goes on from its step."""
     path, loss = saved
-    (result,) = trainer(tmp_path).validate(Evaluated(), ckpt_path=str(path), verbose=False)
+    module, trained = Evaluated(), Evaluated()
+    (result,) = trainer(tmp_path).validate(module, ckpt_path=str(path), verbose=False)
     assert result["val_loss"] == pytest.approx(loss, abs=1e-6)
+    assert torch.equal(module.seen.float(), torch.full((3,), 7.0))
+    fitting = trainer(tmp_path)
+    fitting.fit(trained, ckpt_path=str(path))
+    assert fitting.global_step == 3 and len(trained.losses) == 1
+    assert torch.equal(trained.seen.float(), torch.full((3,), 7.0))
 
 
-def _without(checkpoint: dict[str, Any]) -> None:
-    del checkpoint["state_dict"]["model.norm.weight"]
-
-
-def _with_another_shape(checkpoint: dict[str, Any]) -> None:
-    checkpoint["state_dict"]["model.norm.weight"] = torch.zeros(5)
-
-
-def _with_more(checkpoint: dict[str, Any]) -> None:
+def with_more(checkpoint: dict[str, Any]) -> None:
     checkpoint["state_dict"]["model.extra.weight"] = torch.zeros(5)
 
 
-def _without_weights(checkpoint: dict[str, Any]) -> None:
-    del checkpoint["state_dict"]
-
-
-MISFITS = {
-    _without: r"model\.norm\.weight",
-    _with_another_shape: r"model\.norm\.weight",
-    _with_more: r"model\.extra\.weight",
-    _without_weights: "state_dict",
+MISFITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "without": (lambda checkpoint: checkpoint["state_dict"].pop("model.norm.weight"), r"model\.norm\.weight"),
+    "with another shape": (
+        lambda checkpoint: checkpoint["state_dict"].update({"model.norm.weight": torch.zeros(5)}),
+        r"model\.norm\.weight",
+    ),
+    "with more": (with_more, r"model\.extra\.weight"),
+    "without weights": (lambda checkpoint: checkpoint.pop("state_dict"), "state_dict"),
 }
 
 
-@pytest.mark.parametrize("change", MISFITS, ids=lambda change: change.__name__.strip("_"))
-def test_full_weights_that_do_not_fit_are_refused(
-    change: Callable[[dict[str, Any]], None], saved: tuple[Path, float], tmp_path: Path
-) -> None:
-    """Missing, misshapen, extra or no weights raise an error. Stock loads what fits without a message."""
-    checkpoint = torch.load(saved[0], weights_only=False)
+def validated(saved: Path, change: Callable[[dict[str, Any]], object], root: Path, *, strict: bool = True) -> Any:
+    """Return what a validation of a changed checkpoint logs."""
+    checkpoint, module = torch.load(saved, weights_only=False), Evaluated()
     change(checkpoint)
-    torch.save(checkpoint, tmp_path / "misfit.ckpt")
-    with pytest.raises(CheckpointError, match=MISFITS[change]) as caught:
-        trainer(tmp_path).validate(Evaluated(), ckpt_path=str(tmp_path / "misfit.ckpt"), verbose=False)
+    torch.save(checkpoint, root / "changed.ckpt")
+    module.strict_loading = strict
+    return trainer(root).validate(module, ckpt_path=str(root / "changed.ckpt"), verbose=False)[0]
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_full_weights_that_do_not_fit_are_refused(name: str, saved: tuple[Path, float], tmp_path: Path) -> None:
+    """Missing, misshapen, extra or no weights raise an error. Stock loads what fits without a message."""
+    change, named = MISFITS[name]
+    with pytest.raises(CheckpointError, match=named) as caught:
+        validated(saved[0], change, tmp_path)
     assert caught.value.remedy.endswith(".")
 
 
 def test_keys_may_differ_where_loading_is_not_strict(saved: tuple[Path, float], tmp_path: Path) -> None:
     """strict_loading=False ignores a key that the model lacks."""
-    checkpoint = torch.load(saved[0], weights_only=False)
-    _with_more(checkpoint)
-    torch.save(checkpoint, tmp_path / "more.ckpt")
-    module = Evaluated()
-    module.strict_loading = False
-    (result,) = trainer(tmp_path).validate(module, ckpt_path=str(tmp_path / "more.ckpt"), verbose=False)
-    assert result["val_loss"] == pytest.approx(saved[1], abs=1e-6)
-
-
-class Misuse(pl.Callback):
-    """A callback that makes calls that must fail during training, and then one that works."""
-
-    def __init__(self) -> None:
-        self.refused: dict[str, Exception] = {}
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        from deepspeed.utils import (
-            safe_get_full_optimizer_state,
-            safe_get_local_fp32_param,
-            safe_set_full_fp32_param,
-            safe_set_full_grad,
-            safe_set_full_optimizer_state,
-            safe_set_local_fp32_param,
-        )
-
-        model = pl_module.model
-        norm, weights = model.norm.weight, {"weight": torch.full((32,), 0.25), "bias": torch.full((32,), 0.5)}
-        misuses: dict[str, Callable[[], Any]] = {
-            "too few": lambda: safe_set_full_fp32_param(norm, torch.zeros(3)),
-            "too few here": lambda: safe_set_local_fp32_param(norm, torch.zeros(3)),
-            "integers": lambda: safe_set_full_fp32_param(norm, torch.zeros(32, dtype=torch.int64)),
-            "no tensor": lambda: safe_set_full_grad(norm, [0.0] * 32),
-            "unknown state": lambda: safe_get_full_optimizer_state(norm, "momentum_buffer"),
-            "unknown state to set": lambda: safe_set_full_optimizer_state(norm, torch.zeros(32), "step"),
-        }
-        for name, misuse in misuses.items():
-            with pytest.raises((ConfigError, UnsupportedError)) as caught:
-                misuse()
-            self.refused[name] = caught.value
-        model.norm.load_state_dict(weights)
-        for name, param in model.norm.named_parameters():
-            assert torch.equal(safe_get_local_fp32_param(param), weights[name])
+    assert validated(saved[0], with_more, tmp_path, strict=False)["val_loss"] == pytest.approx(saved[1], abs=1e-6)
 
 
 def test_misuse_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     """Wrong sizes, dtypes and names each raise our own error; plain load_state_dict reaches the masters."""
-    misuse = Misuse()
-    quiet_trainer(tmp_path, callbacks=[misuse], max_steps=1, precision="32-true").fit(LitTiny(RECIPE))
-    assert len(misuse.refused) == 6
-    assert "'exp_avg'" in str(misuse.refused["unknown state"])
+    weights, called = {"weight": torch.full((32,), 0.25), "bias": torch.full((32,), 0.5)}, []
+    misuses: list[tuple[Callable[[Any], Any], str]] = [
+        (lambda norm: safe_set_full_fp32_param(norm, torch.zeros(3)), r"\(3,\)"),
+        (lambda norm: safe_set_local_fp32_param(norm, torch.zeros(3)), r"\(3,\)"),
+        (lambda norm: safe_set_full_fp32_param(norm, torch.zeros(32, dtype=torch.int64)), "int64"),
+        (lambda norm: safe_set_full_grad(norm, [0.0] * 32), "list"),
+        (lambda norm: safe_get_full_optimizer_state(norm, "momentum_buffer"), "'exp_avg'"),
+        (lambda norm: safe_set_full_optimizer_state(norm, torch.zeros(32), "step"), "'step'"),
+    ]
+
+    def misuse(trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        norm = pl_module.model.norm
+        for call, named in misuses:
+            with pytest.raises((ConfigError, UnsupportedError), match=named):
+                call(norm.weight)
+        norm.load_state_dict(weights)
+        for name, param in norm.named_parameters():
+            assert torch.equal(safe_get_local_fp32_param(param), weights[name])
+        called.append(trainer.global_step)
+
+    callback = LambdaCallback(on_train_batch_start=misuse)
+    quiet_trainer(tmp_path, callbacks=[callback], max_steps=1, precision="32-true").fit(LitTiny(RECIPE))
+    assert called == [0]

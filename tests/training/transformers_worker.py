@@ -1,12 +1,7 @@
-"""Builds models of transformers in configure_model: ``python -m tests.training.transformers_worker OUT``.
-
-As a program it builds one from a configuration and one from saved weights on two processes, and saves what each rank
-saw to ``OUT/<how>-<rank>.pt``.
-"""
+"""Builds models of transformers in configure_model, in this process or on ranks."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -25,23 +20,23 @@ VOCAB, LENGTH = 64, 16
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
 
 
-def config_of(kind: str) -> Any:
-    """Return a configuration of two small layers without dropout."""
+def construct(kind: str) -> nn.Module:
+    """Construct a model of two small layers without dropout, which initialises its weights once all modules exist."""
     import transformers
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model: nn.Module
     if kind == "gpt2":
-        drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        return transformers.GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, **drop)
-    return transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, num_key_value_heads=1, **sizes)
-
-
-def construct(kind: str) -> nn.Module:
-    """Construct the model, which initialises its weights once all modules exist."""
-    import transformers
-
-    classes = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
-    model: nn.Module = getattr(transformers, classes[kind])(config_of(kind))
+        config: Any = transformers.GPT2Config(
+            vocab_size=VOCAB, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, **drop
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=VOCAB, max_position_embeddings=LENGTH, num_key_value_heads=1, **sizes
+        )
+        model = transformers.LlamaForCausalLM(config)
     return model
 
 
@@ -97,15 +92,11 @@ def language_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def main() -> None:
-    out = Path(sys.argv[1])
-    loaded = Counted(out / "weights")
+def on_each_rank(out: Path) -> dict[str, Any]:
+    """Return what a rank sees of a model that is constructed, and of one that is loaded from ``OUT/weights``."""
+    loaded, seen = Counted(out / "weights"), {}
     for how, built in {"constructed": BuiltOnTokens(lambda: construct("gpt2")), "loaded": loaded}.items():
         strategy = SmartInfinityStrategy(out / "storage", zero=NOTHING_PERSISTS)
         module = fit(built, out, devices=2, strategy=strategy)
-        seen = {"weights": module.weights, "partitioned": module.partitioned, "most": loaded.most, "kept": loaded.kept}
-        torch.save(seen, out / f"{how}-{module.global_rank}.pt")
-
-
-if __name__ == "__main__":
-    main()
+        seen[how] = {"weights": module.weights, "partitioned": module.partitioned}
+    return {**seen, "most": loaded.most, "kept": loaded.kept}

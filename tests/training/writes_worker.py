@@ -1,13 +1,10 @@
-"""Trains while values are written and read from outside: ``python -m tests.training.writes_worker OUT``.
+"""Trains while values are written and read from outside, in this process or on ranks.
 
-:data:`EDITS` holds, step by step, an edit with the strategy and the same edit in plain torch. As a program it trains on
-two processes and saves what rank 0 saw to ``OUT/<precision>.pt`` and what each rank saw in :func:`load_full` to
-``OUT/full-<rank>.pt``.
+:data:`EDITS` holds, step by step, an edit with the strategy and the same edit in plain torch.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -315,7 +312,7 @@ class WrongOnOneRank(pl.Callback):
             self.refused = str(error)
 
 
-def load_full(out: Path) -> None:
+def load_full(out: Path) -> dict[str, Any]:
     """Load full fp32 weights on two processes, and make a mistake on one of them."""
     from lightning_smartinfinity import SmartInfinityStrategy
 
@@ -331,18 +328,10 @@ def load_full(out: Path) -> None:
         torch.save({"state_dict": weights, "pytorch-lightning_version": pl.__version__, **counts}, path)
     trainer.fit(module, ckpt_path=str(path))
     strategy.close()
-    seen = {"weights": weights, "masters": loaded.masters, "params": loaded.params, "refused": wrong.refused}
-    torch.save(seen, out / f"full-{trainer.global_rank}.pt")
+    seen = {"masters": loaded.masters, "params": loaded.params, "moments": loaded.moments}
+    return {**seen, "weights": weights, "refused": wrong.refused}
 
 
-def main() -> None:
-    out = Path(sys.argv[1])
-    for precision in sys.argv[2:]:
-        seen = run(precision, out, devices=2)
-        if torch.distributed.get_rank() == 0:
-            torch.save(vars(seen), out / f"{precision}.pt")
-    load_full(out)
-
-
-if __name__ == "__main__":
-    main()
+def on_each_rank(out: Path, *precisions: str) -> dict[str, Any]:
+    """Return what a rank has read with the edits in each precision, and with full weights."""
+    return {precision: run(precision, out, devices=2) for precision in precisions} | {"full": load_full(out)}
