@@ -11,22 +11,20 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import UnsupportedError
 from lightning_smartinfinity.zero3.parameters.module_guard import refuse_late_parameters
 from tests.helpers.trainers import quiet_trainer
+from tests.training.small import Small
 from tests.training.test_bad_input import assert_helpful
 
-DATA = torch.randn(12, 8, generator=torch.Generator().manual_seed(3))
 
-
-class Lit(pl.LightningModule):
+class Lit(Small):
     """Trains two layers on the CPU.
 
     Args:
         changes: Function that changes the layers in the constructor.
-        begins: Function that is called with the module when an epoch begins.
+        begins: Function that is called with the module when the second epoch begins.
         calls: Function that calls the layers.
     """
 
@@ -37,10 +35,8 @@ class Lit(pl.LightningModule):
         calls: Callable[[nn.Sequential, torch.Tensor], torch.Tensor] = lambda net, batch: net(batch),
     ) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
         self.begins, self.calls = begins, calls
-        self.losses: list[float] = []
         changes(self.net)
 
     def on_train_epoch_start(self) -> None:
@@ -49,14 +45,8 @@ class Lit(pl.LightningModule):
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
         loss = (self.calls(self.net, batch) - 1).square().mean()
-        self.losses.append(loss.item())
+        self.seen.append(loss.item())
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(DATA, batch_size=4)  # type: ignore[arg-type]
 
 
 class BuiltLate(Lit):
@@ -90,7 +80,7 @@ def replaces(number: int, made: Callable[[nn.Module], nn.Module]) -> Callable[[n
 
 
 def traced(layer: nn.Module) -> Any:
-    return torch.jit.trace(layer, torch.zeros(4, 6))
+    return torch.jit.trace(layer, torch.zeros(2, 6))
 
 
 def scaled(net: nn.Sequential, batch: torch.Tensor) -> torch.Tensor:
@@ -176,8 +166,8 @@ def test_what_cannot_be_partitioned_is_named(name: str, tmp_path: Path) -> None:
 )
 def test_what_trains_as_in_memory(make: Callable[[], Lit], tmp_path: Path) -> None:
     """The losses are those of plain Lightning."""
-    expected = trained(make(), tmp_path, "auto").losses
-    assert trained(make(), tmp_path).losses == pytest.approx(expected, abs=1e-6)
+    expected = trained(make(), tmp_path, "auto").seen
+    assert trained(make(), tmp_path).seen == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_trained_module_is_not_traced(tmp_path: Path) -> None:

@@ -164,7 +164,10 @@ def test_a_scheduled_accumulation_is_in_fp32(tmp_path: Path) -> None:
         scheduler = callbacks.GradientAccumulationScheduler(scheduling)
         trainer = quiet_trainer(tmp_path, callbacks=[scheduler], max_steps=1)
         trainer.fit(Everything(RECIPE))
-        dtypes.append(str(trainer.strategy.optimizers[0].rank_state.arena.buffer.dtype))
+        optimizer = trainer.strategy.optimizers[0]
+        buffer, told = optimizer.rank_state.arena.buffer, optimizer._offload
+        assert (told.gradient_itemsize, told.parameter_itemsize) == (buffer.element_size(), 2)  # as the set-up was told
+        dtypes.append(str(buffer.dtype))
     assert dtypes == ["torch.float32", "torch.bfloat16"]
 
 
