@@ -1,21 +1,30 @@
 """A resumed fit draws the same random numbers as an uninterrupted one, or warns that it does not.
 
-Here Lightning's loops run under a strategy without DeepSpeed. test_random_states.py covers the whole flow.
+States of callbacks and schedulers come back by default.
+
+Here Lightning's loops run under a strategy without DeepSpeed. test_storage_resume.py covers the whole flow.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_smartinfinity.resume import loops
 from lightning_smartinfinity.resume import random_states as rng
+from tests.helpers.long_cases import long_but
+from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.random_fit import LitRandom, SaveAt, StatefulLoader, seed
 from tests.helpers.trainers import quiet_trainer
 
@@ -87,7 +96,20 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+USUAL = (
+    "end of an epoch with validation",
+    "end of an epoch, new loader in each",
+    "validation, counting steps",
+    "an epoch's last batch, counting steps",
+    "within an epoch, stateful, hooks that draw",
+    "within an epoch, loaders set up early",
+    "an epoch's last batch, stateful loaders set up early",
+    "validation within an epoch",
+)
+"""Together they have every point, loader and setting of the others."""
+
+
+@pytest.mark.parametrize("name", long_but(USUAL, EXACT))
 def test_resume_draws_what_the_uninterrupted_fit_drew(name: str, tmp_path: Path) -> None:
     """Batches, noise and dropout equal the uninterrupted fit's: losses are equal bit for bit, and nothing warns."""
     saved, module, options = EXACT[name]
@@ -131,12 +153,85 @@ def test_random_numbers_of_workers_within_an_epoch_are_warned_of(
     assert not messages
 
 
-def test_states_of_another_number_of_processes_do_not_fit() -> None:
-    """States of another number of processes are not used, and only the rank that may warn does."""
-    state = rng.capture(torch.device("cpu"), world_size=2)
-    assert rng.fits(state, world_size=2, warn=True)
-    with pytest.warns(match="saved by 2 processes and is resumed by 3"):
-        assert not rng.fits(state, world_size=3, warn=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not rng.fits(state, world_size=3, warn=False)
+RECIPE = Recipe(validate=True, epoch_batches=2)
+
+
+class Warmup:
+    """A rate that is an object with a state."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, epoch: int) -> float:
+        self.calls += 1
+        return 0.5**epoch
+
+
+class Scheduled(LitTiny):
+    """A module whose scheduler has an object with a state, and hyperparameters of the kinds that people use."""
+
+    def __init__(self, rate: Any = 0.1, folder: Path = Path("data")) -> None:
+        super().__init__(RECIPE)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = RECIPE.build_optimizer(list(self.model.named_parameters()))
+        return {"optimizer": optimizer, "lr_scheduler": LambdaLR(optimizer, Warmup())}
+
+
+class History(pl.Callback):
+    """A callback whose state is an array."""
+
+    def __init__(self) -> None:
+        self.losses = np.zeros(0)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.losses = np.append(self.losses, pl_module.losses[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses, "best": np.float64(self.losses.min(initial=9)), "folder": Path("here")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.losses = state_dict["losses"]
+        assert state_dict["best"] == self.losses.min() and state_dict["folder"] == Path("here")
+
+
+def trainer_of(root: Path, max_epochs: int) -> pl.Trainer:
+    return quiet_trainer(
+        root,
+        max_epochs=max_epochs,
+        enable_checkpointing=True,
+        enable_progress_bar=True,
+        logger=True,
+        callbacks=[
+            callbacks.ModelCheckpoint(root / "kept", monitor="val_loss", save_top_k=2, save_last=True),
+            callbacks.EarlyStopping("val_loss", patience=9),
+            callbacks.LearningRateMonitor(),
+            callbacks.Timer(timedelta(hours=9)),
+            callbacks.GradientAccumulationScheduler({1: 2}),
+            callbacks.DeviceStatsMonitor(),
+            History(),
+        ],
+    )
+
+
+def states_of(trainer: pl.Trainer) -> dict[str, Any]:
+    found: dict[str, Any] = {type(each).__name__: each.state_dict() for each in trainer.callbacks}  # type: ignore[attr-defined]
+    del found["Timer"]  # it measures
+    return found
+
+
+def test_a_resume_restores_what_callbacks_and_schedulers_keep(tmp_path: Path) -> None:
+    """A fit that resumes by default ends in the states of callbacks, rates and losses of one that ran through."""
+    whole, module = trainer_of(tmp_path / "whole", 3), Scheduled(rate=np.float32(0.5))
+    whole.fit(module)
+    first = trainer_of(tmp_path / "parts", 2)
+    first.fit(Scheduled(rate=np.float32(0.5)))
+    last = tmp_path / "last.ckpt"
+    first.save_checkpoint(last)
+    resumed, second = Scheduled(), trainer_of(tmp_path / "parts", 3)
+    second.fit(resumed, ckpt_path=last)
+    assert resumed.losses == module.losses[-len(resumed.losses) :] and len(resumed.losses) == 2
+    rates = [[group["lr"] for group in each.optimizers[0].param_groups] for each in (second, whole)]
+    assert rates[0] == rates[1]
+    assert repr(states_of(second)).replace("parts", "whole") == repr(states_of(whole))

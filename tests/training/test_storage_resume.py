@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import lightning.pytorch as pl
 import pytest
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
@@ -16,25 +15,28 @@ from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
 from tests.helpers import trainers
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
+from tests.stock.systems import Hook
 from tests.training.storage_worker import StorageRun, end_of, launch, steps_of
 
 KEEP = {"keep": "on-failure"}
 
 
-def run(folder: Path, **settings: Any) -> tuple[int, str]:
+def run(folder: Path, *, ends: int | None = None, **settings: Any) -> tuple[int, str]:
     """Fit in processes of their own."""
     settings["transfer"] = {**KEEP, **settings.get("transfer", {})}
     storage = [str(folder / f"storage{number}") for number in range(settings.pop("folders", 1))]
-    return launch(StorageRun(out=str(folder), storage=storage, **settings))
+    return launch(StorageRun(out=str(folder), storage=storage, **settings), ends=ends)
 
 
-def assert_same(folder: Path, straight: Path, *, devices: int = 1) -> None:
-    """Assert that a fit and one that never stopped have the same losses, state, buffers and random numbers."""
-    for rank in range(devices):
+def assert_resumes(folder: Path, straight: Path, **settings: Any) -> None:
+    """Assert that a fit resumes to the losses, state, buffers and random numbers of one that never stopped."""
+    run(folder, resume=True, seed=9, **settings, ends=0)
+    for rank in range(settings.get("devices", 1)):
         assert steps_of(folder, rank) == steps_of(straight, rank)
         assert end_of(folder, rank) == end_of(straight, rank)
 
@@ -87,15 +89,13 @@ def test_every_interruption(
     whole = tmp_path / "straight" if settings else straight
     assert not settings or run(whole, **settings)[0] == 0
     last = settings.get("devices", 1) - 1
-    code, output = run(tmp_path / "broken", kill_at=how, kill_step=step, kill_rank=last, **settings)
+    _, output = run(tmp_path / "broken", kill_at=how, kill_step=step, kill_rank=last, **settings)
     assert not (tmp_path / "broken" / "end-0.json").exists(), output[-2000:]
     killed = how.startswith("kill")
     told = output.count("run it again with trainer.fit(..., ckpt_path='storage')")
     # A rank that misses the other one tells it, too, unless it is stopped before.
     assert told == (0 if killed else 1) or (last and told < 2)
-    code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
-    assert code == 0, output[-4000:]
-    assert_same(tmp_path / "broken", whole, devices=settings.get("devices", 1))
+    assert_resumes(tmp_path / "broken", whole, **settings)
     assert not (tmp_path / "broken" / "storage0").exists() or not list((tmp_path / "broken" / "storage0").iterdir())
 
 
@@ -103,7 +103,7 @@ def test_every_interruption(
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a fit with the default settings that nothing interrupts."""
     folder = tmp_path_factory.mktemp("straight")
-    assert run(folder)[0] == 0
+    run(folder, ends=0)
     return folder
 
 
@@ -116,9 +116,7 @@ def test_an_error_after_the_fit(when: str, straight: Path, tmp_path: Path) -> No
     left = list((tmp_path / "broken" / "storage0").iterdir())
     assert bool(left) == (when == "end") == ("ckpt_path='storage'" in output)
     if left:
-        code, output = run(tmp_path / "broken", resume=True, seed=9)
-        assert code == 0, output[-4000:]
-        assert_same(tmp_path / "broken", straight)
+        assert_resumes(tmp_path / "broken", straight)
 
 
 WIDE = {"module": {"width": 128}}  # several tasklets
@@ -156,26 +154,20 @@ def test_every_home_of_the_state(
     attack("kill in a fit, then ckpt_path='storage'", tries=1, outcome="resumed to the bit")
     settings = {**WIDE, "devices": devices, **WHERE[where]}
     settings["options"] = {"overlap": overlap, "state_format": state_format, **settings.get("options", {})}
-    assert run(tmp_path / "straight", **settings)[0] == 0
+    run(tmp_path / "straight", **settings, ends=0)
     moment = {"kill_at": "kill at step", "kill_step": 8, "kill_rank": devices - 1, "kill_after": 0.005}
-    code, output = run(tmp_path / "broken", **moment, **settings)
-    assert code == -signal.SIGKILL, output[-2000:]
-    code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
-    assert code == 0, output[-4000:]
-    assert_same(tmp_path / "broken", tmp_path / "straight", devices=devices)
+    run(tmp_path / "broken", **moment, **settings, ends=-signal.SIGKILL)
+    assert_resumes(tmp_path / "broken", tmp_path / "straight", **settings)
 
 
 def test_killed_again_before_its_first_batch(tmp_path: Path) -> None:
     """A resumed fit that is killed before its first batch leaves the point behind a validation that it began at."""
     settings: dict[str, Any] = {"trainer": {"val_check_interval": 3}, "module": {"plateau": True}}
-    assert run(tmp_path / "straight", **settings)[0] == 0
+    run(tmp_path / "straight", **settings, ends=0)
     for resume in (False, True, True):
         moment = {"kill_at": "kill at batch start", "kill_step": 6}
-        code, output = run(tmp_path / "broken", resume=resume, seed=9 if resume else 1, **moment, **settings)
-        assert code == -signal.SIGKILL, output[-4000:]
-    code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
-    assert code == 0, output[-4000:]
-    assert_same(tmp_path / "broken", tmp_path / "straight")
+        run(tmp_path / "broken", resume=resume, seed=9 if resume else 1, **moment, **settings, ends=-signal.SIGKILL)
+    assert_resumes(tmp_path / "broken", tmp_path / "straight", **settings)
 
 
 def test_several_optimizer_steps_in_a_batch(tmp_path: Path) -> None:
@@ -184,14 +176,11 @@ def test_several_optimizer_steps_in_a_batch(tmp_path: Path) -> None:
     A warning has said so before.
     """
     settings: dict[str, Any] = {"module": {"steps": 2}, "options": {"overlap": "none"}, "epochs": 1}
-    assert run(tmp_path / "straight", **settings)[0] == 0
+    run(tmp_path / "straight", **settings, ends=0)
     code, output = run(tmp_path / "broken", kill_at="kill at step", kill_step=5, **settings)
     assert code == -signal.SIGKILL and "training_step takes several optimizer steps" in output, output[-2000:]
-    code, output = run(tmp_path / "broken", resume=True, seed=9, **settings)
-    assert code == 0, output[-4000:]
-    assert_same(tmp_path / "broken", tmp_path / "straight")
-    code, output = run(tmp_path / "lost", kill_at="kill at batch end", kill_step=6, **settings)
-    assert code == -signal.SIGKILL, output[-2000:]
+    assert_resumes(tmp_path / "broken", tmp_path / "straight", **settings)
+    run(tmp_path / "lost", kill_at="kill at batch end", kill_step=6, **settings, ends=-signal.SIGKILL)
     code, output = run(tmp_path / "lost", resume=True, **settings)
     assert code != 0 and "after its last record (step 4): several optimizer steps" in output, output[-2000:]
 
@@ -211,45 +200,38 @@ def test_only_fit_goes_on_from_storage(tmp_path: Path) -> None:
         trainer.validate(LitTiny(Recipe()), ckpt_path="storage")
 
 
-class WritesWeights(pl.Callback):
-    """Writes a parameter at the end of each batch."""
+def test_weights_written_at_each_step(tmp_path: Path) -> None:
+    """The warning tells of writes between steps, and not of several steps in a batch."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        parameter = next(module.parameters())
+    def write(trainer: Any) -> None:
+        parameter = next(trainer.lightning_module.parameters())
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
             parameter.data.mul_(0.99)
 
-
-def test_weights_written_at_each_step(tmp_path: Path) -> None:
-    """The warning tells of writes between steps, and not of several steps in a batch."""
     with pytest.warns(UserWarning, match="something writes parameters or optimizer state between the steps"):
-        trainers.fit(LitTiny(Recipe()), tmp_path, max_steps=3, callbacks=[WritesWeights()])
+        trainers.fit(LitTiny(Recipe()), tmp_path, max_steps=3, callbacks=[Hook(step, write) for step in (1, 2, 3)])
 
 
-def test_a_new_fit_archives_a_resumable_one(straight: Path, tmp_path: Path) -> None:
-    """A fit that does not resume moves the store to another job, which can be resumed."""
+@pytest.mark.parametrize(
+    ("as_written", "damaged", "told"),
+    [(b"", b"", "after step 4"), (b"AdamW", b"AdamV", "not deleted but moved to the job 'default.aside'")],
+    ids=["resumable", "a flipped bit in its manifest"],
+)
+def test_a_new_fit_archives_an_interrupted_one(
+    as_written: bytes, damaged: bytes, told: str, straight: Path, tmp_path: Path
+) -> None:
+    """A fit that does not resume moves the store to another job, which resumes, once a damaged manifest is repaired."""
     folder = tmp_path / "run"
-    assert run(folder, kill_at="kill at batch end", kill_step=5)[0] != 0
-    code, output = run(folder, kill_at="kill at batch end", kill_step=2)
-    assert code != 0 and "default.aside" in output and "after step 4" in output
-    code, output = run(folder, resume=True, transfer={"job": "default.aside"})
-    assert code == 0, output[-3000:]
-    assert end_of(folder) == end_of(straight)
-
-
-def test_a_new_fit_deletes_no_damaged_one(straight: Path, tmp_path: Path) -> None:
-    """One flipped bit in the manifest of an interrupted training: it is kept, and resumes once repaired."""
-    folder = tmp_path / "run"
-    assert run(folder, kill_at="kill at batch end", kill_step=5)[0] != 0
+    run(folder, kill_at="kill at batch end", kill_step=5, ends=-signal.SIGKILL)
     (manifest,) = folder.glob("**/default/rank-00000/manifest.json")
     content = manifest.read_bytes()
-    manifest.write_bytes(content.replace(b"AdamW", b"AdamV"))
+    manifest.write_bytes(content.replace(as_written, damaged))
     code, output = run(folder, kill_at="kill at batch end", kill_step=2)
-    assert code != 0 and "not deleted but moved to the job 'default.aside'" in output, output[-3000:]
+    assert code != 0 and "default.aside" in output and told in output, output[-3000:]
     (manifest,) = folder.glob("**/default.aside/rank-00000/manifest.json")
+    assert manifest.read_bytes() == content.replace(as_written, damaged)
     manifest.write_bytes(content)
-    code, output = run(folder, resume=True, transfer={"job": "default.aside"})
-    assert code == 0, output[-3000:]
+    run(folder, resume=True, transfer={"job": "default.aside"}, ends=0)
     assert end_of(folder) == end_of(straight)
 
 
@@ -272,23 +254,10 @@ def test_a_part_that_cannot_be_moved(tmp_path: Path) -> None:
     assert {folder: sorted(folder.glob("*.aside/*")) for folder in storage} == moved
 
 
-@pytest.mark.long
-def test_a_store_that_is_kept_beside_parameters_on_storage(tmp_path: Path) -> None:
-    """A fit that resumes moves nothing and needs no further space: the state it resumes from is not in its way.
-
-    Parameters on storage always run in ``test_every_home_of_the_state``, and a store that is kept in
-    ``test_the_state_of_the_job_counts_as_free`` of ``test_plan.py``.
-    """
-    settings: dict[str, Any] = {"transfer": {"keep": True}, "options": {"zero": NVME}}
-    assert run(tmp_path, kill_at="error at batch end", kill_step=3, **settings)[0] != 0
-    code, output = run(tmp_path, resume=True, **settings)
-    assert code == 0, output[-3000:]
-
-
 def test_another_model_is_refused_and_loses_nothing(tmp_path: Path) -> None:
     """A store of another model is refused, and can still be resumed. One value that is not trained makes another."""
     folder, module = tmp_path / "run", {"last": 1.0}
-    assert run(tmp_path / "straight", module=module)[0] == 0
+    run(tmp_path / "straight", module=module, ends=0)
     assert run(folder, kill_at="kill at batch end", kill_step=5, module=module)[0] != 0
     for other, told in (
         ({"turned": True}, "its model was"),
@@ -296,5 +265,85 @@ def test_another_model_is_refused_and_loses_nothing(tmp_path: Path) -> None:
     ):
         code, output = run(folder, resume=True, module={**module, **other})
         assert code != 0 and told in output, output[-3000:]
-    assert run(folder, resume=True, module=module)[0] == 0
+    run(folder, resume=True, module=module, ends=0)
     assert end_of(folder) == end_of(tmp_path / "straight")
+
+
+EPOCH = 3  # steps
+
+
+def test_every_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
+    """A fit of two processes that resumes at an epoch's end draws as one that never stopped."""
+
+    def run(name: str, **settings: Any) -> Path:
+        out = tmp_path / name
+        _, output = launch(StorageRun(out=str(out), storage=str(out / "storage"), devices=2, **settings), ends=0)
+        assert "random states are not restored" not in output
+        return out
+
+    settings: dict[str, Any] = {"trainer": {"limit_val_batches": 0}}
+    straight = run("straight", **settings)
+    saved = run("first", epochs=1, save_every=EPOCH, **settings) / "last.ckpt"
+    resumed = run("resumed", checkpoint=str(saved), **settings)
+    for rank in range(2):
+        expected = {step: line for step, line in steps_of(straight, rank).items() if step > EPOCH}
+        assert steps_of(resumed, rank) == expected != {}
+        assert end_of(resumed, rank) == end_of(straight, rank)
+    assert steps_of(straight, 0) != steps_of(straight, 1)
+
+
+EVER = 1000
+
+
+TWO: dict[str, Any] = {"devices": 2, "epochs": 2, "options": {"overlap": "none"}}
+
+
+def stores(folder: Path) -> list[str]:
+    """Return the stores, as job and rank."""
+    return sorted(f"{path.parents[1].name}/{path.parent.name}" for path in folder.glob("storage0/*/rank-*/state.bin"))
+
+
+UNWRITTEN: list[tuple[str, int, str, bool]] = [
+    ("unwritable", 0, "term at batch end", False),
+    ("unwritable", 1, "term at batch end", False),
+    ("unwritable", 3, "term at batch end", True),  # the others do not know yet, and all have the record before
+    ("full", 1, "term at batch end", False),
+    ("full", 3, "term at batch end", True),
+    ("full", 1, "error at batch end", False),
+]
+
+
+@pytest.mark.parametrize(("how", "first", "end", "stays"), long_but([UNWRITTEN[0], UNWRITTEN[4]], UNWRITTEN))
+def test_one_process_fails_to_record(
+    how: str, first: int, end: str, stays: bool, tmp_path: Path, attack: Attack
+) -> None:
+    """The end promises a resume only where there is one, and then it works; and a new fit is never refused."""
+    attack("one process cannot write its training records", tries=1, outcome="all keep their state, or none")
+    _, output = run(tmp_path, **TWO, kill_at=end, kill_step=3, fails=[how, 1, first, EVER])
+    assert output.count("its state stays in") == stays, output[-4000:]
+    assert "cannot be resumed from storage here" in output
+    if end.startswith("term"):
+        assert len(stores(tmp_path)) == 2 * stays
+    run(tmp_path, **TWO, resume=stays, ends=0)
+    assert end_of(tmp_path)["step"] == 6 and stores(tmp_path) == []
+
+
+@pytest.mark.long
+def test_records_that_can_be_written_again(tmp_path: Path) -> None:
+    """Once all processes have a record again, the fit can be resumed, to the bit."""
+    run(tmp_path / "straight", **TWO, ends=0)
+    killed = tmp_path / "killed"
+    assert run(killed, **TWO, kill_at="kill at batch start", kill_step=5, fails=["full", 1, 2, 3])[0] == -signal.SIGKILL
+    assert_resumes(killed, tmp_path / "straight", **TWO)
+
+
+@pytest.mark.long
+def test_a_kill_after_the_records_have_ended(tmp_path: Path) -> None:
+    """The error of a resume names the step after which records ended, and the reason; a new fit archives nothing."""
+    code, _ = run(tmp_path, **TWO, kill_at="kill at step", kill_step=5, fails=["unwritable", 1, 2, EVER])
+    assert code == -signal.SIGKILL
+    code, output = run(tmp_path, **TWO, resume=True)
+    assert code != 0 and "wrote no training records after step" in output, output[-4000:]
+    assert "['count'] is a object" in output
+    code, output = run(tmp_path, **TWO)
+    assert code == 0 and "aside" not in output and stores(tmp_path) == [], output[-4000:]
