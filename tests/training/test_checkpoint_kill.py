@@ -10,14 +10,24 @@ import pytest
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
-from tests.training.failed_save_worker import CODEC, RECIPE, TRANSFER
+from tests.training.killed_save_worker import CODEC, RECIPE, TRANSFER
 from tests.training.worker import Run, train
+
+
+def killed(folder: Path, devices: int, when: str) -> None:
+    done = run_module("tests.training.killed_save_worker", folder, str(devices), when, ranks=devices)
+    assert done.returncode != 0, "the save was not killed"
+    assert (folder / "first.ckpt").is_dir(), done.stderr[-4000:]
 
 
 def content(checkpoint: Path) -> dict[str, bytes]:
     """Return every file of a checkpoint except those of an unfinished save."""
-    files = {str(file.relative_to(checkpoint)): file for file in checkpoint.rglob("*") if file.is_file()}
-    return {name: file.read_bytes() for name, file in files.items() if not name.startswith(".saving")}
+    files = (file for file in checkpoint.rglob("*") if file.is_file())
+    return {
+        name: file.read_bytes()
+        for file in files
+        if not (name := str(file.relative_to(checkpoint))).startswith(".saving")
+    }
 
 
 @pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
@@ -28,12 +38,12 @@ def test_a_killed_save_leaves_a_whole_checkpoint(devices: int, when: str, tmp_pa
     A kill after the swap leaves the new one, which resumes.
     """
     attack("kill within a save of a training, 1 and 2 processes", tries=1, outcome="the old or the new one is whole")
-    done = run_module("tests.training.failed_save_worker", tmp_path, str(devices), when, ranks=devices)
-    assert done.returncode != 0, "the save was not killed"
-    path, first = tmp_path / "last.ckpt", tmp_path / "first.ckpt"
-    assert first.is_dir() and (content(path) == content(first)) == (when == "writing"), done.stderr[-4000:]
-    if when == "writing":
+    killed(tmp_path, devices, when)
+    path = tmp_path / "last.ckpt"
+    if when != "removing":
+        assert content(path) == content(tmp_path / "first.ckpt")
         return
+    assert content(path) != content(tmp_path / "first.ckpt")
     run = partial(Run, recipe=RECIPE, transfer=TRANSFER, options={"compression": CODEC})
     straight, _, _ = train(run(out=str(tmp_path / "straight")))
     resumed, _, _ = train(run(out=str(tmp_path / "resumed"), resume=str(path), save_after_fit=str(path)))
