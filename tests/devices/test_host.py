@@ -6,7 +6,7 @@ import errno
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,25 +25,26 @@ NUMEL = 2_048
 EXTENT_BYTES = 3 * 4 * NUMEL + 4_096
 
 
-@pytest.fixture
-def device(tmp_path: Path) -> HostDevice:
-    path = tmp_path / "state.bin"
-    path.write_bytes(bytes(2 * EXTENT_BYTES))
-    device = HostDevice(num_buffers=2)
+@contextmanager
+def opened(*paths: Path, direct: Path | None = None, **settings: Any) -> Iterator[HostDevice]:
+    """Yield a device of these files, of which one has direct I/O."""
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(2 * EXTENT_BYTES))
+    device = HostDevice(**{"num_buffers": 2, **settings})
     device.open(
-        files=[native.StateFile(str(path), direct=False)],
+        files=[native.StateFile(str(path), direct=path == direct) for path in paths],
         identity=native.Identity(job=bytes(16), rank=0, state_format=0),
         buffer_bytes=EXTENT_BYTES,
     )
-    return device
-
-
-@contextmanager
-def opened(files: Sequence[native.StateFile], *, io_engine: str = "auto") -> Iterator[HostDevice]:
-    device = HostDevice(num_buffers=2, io_engine=io_engine)
-    device.open(files=files, identity=native.Identity(job=bytes(16), rank=0, state_format=0), buffer_bytes=EXTENT_BYTES)
     yield device
     device.close()
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[HostDevice]:
+    with opened(tmp_path / "state.bin") as device:
+        yield device
 
 
 def batch(operation: native.Operation, *, generation: int = 0) -> native.Batch:
@@ -69,7 +70,10 @@ def batch(operation: native.Operation, *, generation: int = 0) -> native.Batch:
 
 
 def test_all_state_crosses_the_shared_channel(device: HostDevice) -> None:
-    """State traffic counts as shared-channel bytes and calls. Nothing moves on the internal channel."""
+    """State traffic counts as shared-channel bytes and calls. Nothing moves on the internal channel.
+
+    The ring takes num_buffers times the largest extent. The size is still known after close, which is idempotent.
+    """
     device.submit(batch(native.Operation.WRITE))
     device.wait()
     device.finish()
@@ -79,12 +83,6 @@ def test_all_state_crosses_the_shared_channel(device: HostDevice) -> None:
     assert traffic.shared_read_bytes == traffic.shared_write_bytes == 2 * EXTENT_BYTES
     assert (traffic.read_calls, traffic.write_calls) == (2, 2)
     assert traffic.internal_read_bytes == traffic.internal_write_bytes == 0
-    device.close()
-
-
-def test_ring_is_all_the_memory(device: HostDevice) -> None:
-    """The ring takes num_buffers times the largest extent. The size is still known after close, which is idempotent."""
-    assert device.ring_bytes == 2 * EXTENT_BYTES
     device.close()
     device.close()
     assert device.ring_bytes == 2 * EXTENT_BYTES
@@ -104,7 +102,6 @@ def test_failed_batch(device: HostDevice, number: int, kind: type[StorageError])
     assert caught.value.remedy
     device.submit(batch(native.Operation.WRITE))
     device.finish()
-    device.close()
 
 
 def test_corrupt_extents(device: HostDevice) -> None:
@@ -119,7 +116,6 @@ def test_corrupt_extents(device: HostDevice) -> None:
         device.wait()
     with pytest.raises(StorageCorruptError):
         device.finish()
-    device.close()
 
 
 @pytest.mark.parametrize(("name", "what"), [("state.bin", "Optimizer state"), ("(unnamed file)", "Gradients")])
@@ -133,16 +129,12 @@ def test_every_kind_of_failure_has_a_remedy(kind: str, name: str, what: str) -> 
     assert error.remedy
 
 
-def test_memory_that_is_not_to_be_had(tmp_path: Path) -> None:
+def test_memory_that_is_not_to_be_had() -> None:
     """A ring that cannot be mapped raises StorageError instead of crashing."""
-    path = tmp_path / "state.bin"
-    path.touch()
+    identity = native.Identity(job=bytes(16), rank=0, state_format=0)
+    files = [native.StateFile("/dev/null", direct=False)]
     with pytest.raises(StorageError, match="Allocating buffers"):
-        HostDevice(num_buffers=4096).open(
-            files=[native.StateFile(str(path), direct=False)],
-            identity=native.Identity(job=bytes(16), rank=0, state_format=0),
-            buffer_bytes=1 << 40,
-        )
+        HostDevice(num_buffers=4096).open(files=files, identity=identity, buffer_bytes=1 << 40)
 
 
 def test_devices_need_no_torch() -> None:
@@ -160,26 +152,19 @@ def test_unavailable_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         HostDevice(num_buffers=2, io_engine="io_uring")
 
 
-def test_choice_of_engine_is_told(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The description names the I/O engine in use and the reason why a faster one is not."""
-    folder = Path(device._path).parent
-    assert device.description == (
-        f"Optimizer state: updated on the host, I/O by plain for all folders, since these have no direct I/O: {folder}."
-    )
+def test_choice_of_engine_is_told(device: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The description names the I/O engine in use and the reason why a faster one is not.
+
+    One folder without direct I/O keeps all folders from using io_uring, and the description names it.
+    """
+    no_direct = "plain for all folders, since these have no direct I/O"
+    assert device.description == f"Optimizer state: updated on the host, I/O by {no_direct}: {tmp_path}."
+    direct, buffered = tmp_path / "direct/state.bin", tmp_path / "buffered/state.bin"
+    with opened(direct, buffered, direct=direct) as both:
+        assert both.description.endswith(f"I/O by {no_direct}: {buffered.parent}.")
     monkeypatch.setattr(native, "io_engines", lambda: [("io_uring", "forbidden"), ("threads", None)])
-    with opened([native.StateFile(device._path, direct=False)], io_engine="threads") as threads:
+    with opened(direct, io_engine="threads") as threads:
         assert threads.description.endswith("I/O by threads (forbidden).")
-
-
-def test_one_folder_without_direct_io(tmp_path: Path) -> None:
-    """One folder without direct I/O keeps all folders from using io_uring, and the description names it."""
-    folders = [tmp_path / "direct", tmp_path / "buffered"]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "state.bin").touch()
-    files = [native.StateFile(str(folder / "state.bin"), direct=folder is folders[0]) for folder in folders]
-    with opened(files) as device:
-        assert device.description.endswith(f"plain for all folders, since these have no direct I/O: {folders[1]}.")
 
 
 @pytest.mark.parametrize(
@@ -193,8 +178,7 @@ def test_one_folder_without_direct_io(tmp_path: Path) -> None:
 def test_registration_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str) -> None:
     """The description says whether the ring is registered with io_uring. If not, it gives the reason and the remedy."""
     path = tmp_path / "state.bin"
-    path.touch()
-    with opened([native.StateFile(str(path), direct=True)], io_engine="io_uring") as device:
+    with opened(path, direct=path, io_engine="io_uring") as device:
         if number:
             refused = SimpleNamespace(registered_bytes=0, registration_errno=number)
             pipeline = SimpleNamespace(io_engine="io_uring", ring_bytes=device.ring_bytes, counters=lambda: refused)
