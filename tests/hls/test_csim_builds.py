@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hls.description import ERROR_BITS, KERNELS, Kernel
-from hls.sources import write_sources
+from hls.description import ERROR_BITS
 from tests.helpers.golden import STEPS, STEPS_OF_RULES
 from tests.helpers.payload import BLOCK
 from tests.helpers.waiting import BUILD_TEST_LIMIT, PROCESS_LIMIT
@@ -21,7 +19,6 @@ from tests.hls.tasklet import FORMS, Form, make_tasklet
 pytestmark = pytest.mark.timeout(BUILD_TEST_LIMIT)
 
 RANGES = [(0, 0), (0, 1), (17, 40), (31, 33), (0, 1_100), (1_099, 1_100), (5, 1_095)]
-MOST_STREAM_ELEMENTS = 65_536
 SPARSE, BLOCK_SCALED = FORMS[1], FORMS[-1]
 BAD_INDEX, BAD_HEADER, _, _, WRONG_COUNTS, BAD_CODE = ERROR_BITS.values()
 SANITIZED = [pytest.param(program, marks=pytest.mark.long) for program in PROGRAMS]
@@ -83,23 +80,6 @@ def test_a_stream_at_the_ends_of_its_chunks(tmp_path: Path) -> None:
     )
     completed = subprocess.run([program], capture_output=True, text=True, check=True, timeout=PROCESS_LIMIT)
     assert completed.stdout == "all read\n"
-
-
-DECLARED = re.compile(
-    r'hls::stream<[\w:]+, [^>]+> (\w+)\("(\w+)"\);\n#pragma HLS STREAM variable = (\w+) depth = (\d+)\n'
-)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_depths(kernel: Kernel, tmp_path: Path) -> None:
-    """A stream is simulated under the name that its pragma gives it on the card; the lint compares their depths."""
-    write_sources(tmp_path)
-    source = (tmp_path / f"{kernel.name}.cpp").read_text()
-    streams = DECLARED.findall(source)
-    assert len(streams) == len(re.findall(r"hls::stream<[^>]*, ", source))
-    for variable, name, pragma_variable, depth in streams:
-        assert variable == name == pragma_variable
-        assert 0 < int(depth) <= MOST_STREAM_ELEMENTS
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-import uuid
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hls.card_build import compile_line, connectivity_config, link_line
-from hls.description import DESIGNS, EMULATED, KERNELS, SMARTSSD, ComputeUnit, Design, MemoryBank, Platform, design_for
+from hls.description import DESIGNS, EMULATED, KERNELS, SMARTSSD, ComputeUnit, Design, MemoryBank, design_for
 from hls.generate import main
 from hls.sources import write_sources
 from hls.xclbin import SectionKind, sections, xclbin
@@ -23,20 +22,21 @@ ADAMW, ADAGRAD, SGD = KERNELS[:3]
 
 
 def test_arguments_come_in_the_order_of_the_contract() -> None:
-    """Pointers come first, then the words that all kernels have, then the rule's."""
+    """Pointers come first, then the words that all kernels have, then the rule's.
+
+    Registers begin at 0x10, with 8 bytes for a pointer, 4 for a word, and 4 reserved bytes after each, as Vitis lays
+    them out.
+    """
     assert [argument.name for argument in SGD.arguments] == [
         *("gradient", "master_in", "momentum_buffer_in", "master_out", "momentum_buffer_out", "parameter", "status"),
         *("numel", "first", "last", "gradient_form", "parameter_form", "active"),
         *("gradient_scale", "weight_decay", "buffer_coefficient", "gradient_coefficient", "nesterov_momentum", "lr"),
     ]
     assert [len(kernel.arguments) for kernel in KERNELS] == [24, 17, 19, 25]
-
-
-def test_largest_tasklet_is_the_packages() -> None:
-    """The package and the kernels refuse the same numbers of elements as too large."""
-    header = (Path(__file__).parents[2] / "hls/include/beats.hpp").read_text()
-    (shift,) = re.findall(r"kLargestNumel = 1u << (\d+);", header)
-    assert 1 << int(shift) == LARGEST_NUMEL
+    assert list(SGD.register_offsets) == [
+        *(0x10 + 12 * pointer for pointer in range(7)),
+        *(0x10 + 7 * 12 + 8 * word for word in range(12)),
+    ]
 
 
 def test_arrays_share_their_bundle_between_reading_and_writing() -> None:
@@ -50,44 +50,38 @@ def test_arrays_share_their_bundle_between_reading_and_writing() -> None:
     assert bundles["parameter"] == "gmem4"
 
 
-def test_registers_are_laid_out_as_vitis_does() -> None:
-    """Registers begin at 0x10, with 8 bytes for a pointer, 4 for a word, and 4 reserved bytes after each."""
-    offsets = dict(zip((argument.name for argument in ADAGRAD.arguments), ADAGRAD.register_offsets, strict=True))
-    assert offsets["gradient"] == 0x10
-    assert offsets["master_in"] == 0x1C
-    assert offsets["numel"] == 0x10 + 7 * 12
-    assert offsets["first"] == offsets["numel"] + 8
-
-
-def test_kernels_fit_the_memory_bank_together() -> None:
-    """All three kernels at once take 13 of 15 masters."""
-    assert SMARTSSD.num_masters == 13
-
-
 def test_every_kernel_is_in_one_design() -> None:
-    """Designs follow from the kernels and the memory bank; an emulated card has all kernels."""
+    """Designs follow from the kernels and the memory bank; an emulated card has all kernels.
+
+    All three kernels of the first design take 13 of 15 masters. Every kernel has its own number, by which a status
+    tells whose it is. The package and the kernels refuse the same numbers of elements as too large.
+    """
     assert [kernel for design in DESIGNS for kernel in design.kernels] == list(KERNELS) == list(EMULATED.kernels)
     for design, following in pairwise(DESIGNS):
         assert design.num_masters + len(following.kernels[0].bundles) > 15
     assert all(rule.kernel in [kernel.name for kernel in design_for(rule.name).kernels] for rule in RULES)
+    assert SMARTSSD.num_masters == 13 and len({rule.number for rule in RULES}) == len(RULES)
+    header = (Path(__file__).parents[2] / "hls/include/beats.hpp").read_text()
+    assert re.findall(r"kLargestNumel = 1u << (\d+);", header) == [str(LARGEST_NUMEL.bit_length() - 1)]
+    assert LARGEST_NUMEL.bit_count() == 1
 
 
-def test_numbers_of_kernels_are_their_own() -> None:
-    """Every kernel has its own number, by which a status tells whose it is."""
-    assert len({rule.number for rule in RULES}) == len(RULES)
-
-
-def test_sixteen_masters_are_refused() -> None:
-    """A design with too many masters is refused at once, because v++ would fail only after hours."""
-    second = ComputeUnit(ADAGRAD, "adagrad_update_2")
-    with pytest.raises(ValueError, match=r"17 AXI masters on bank0, which takes 15 .*adagrad_update_2 4"):
-        Design(SMARTSSD.platform, (*SMARTSSD.compute_units, second))
-
-
-def test_compute_units_need_names_of_their_own() -> None:
-    """Compute units that share a name are refused, because XRT finds them by name."""
-    with pytest.raises(ValueError, match="share a name"):
-        Design(SMARTSSD.platform, (ComputeUnit(SGD, "unit"), ComputeUnit(ADAGRAD, "unit")))
+@pytest.mark.parametrize(
+    ("units", "told"),
+    [
+        # v++ would fail only after hours.
+        (
+            (*SMARTSSD.compute_units, ComputeUnit(ADAGRAD, "adagrad_update_2")),
+            r"17 AXI masters on bank0, which takes 15 .*adagrad_update_2 4",
+        ),
+        # XRT finds compute units by name.
+        ((ComputeUnit(SGD, "unit"), ComputeUnit(ADAGRAD, "unit")), "share a name"),
+    ],
+)
+def test_designs_that_are_refused(units: tuple[ComputeUnit, ...], told: str) -> None:
+    """Too many masters, and compute units that share a name, are refused at once."""
+    with pytest.raises(ValueError, match=told):
+        Design(SMARTSSD.platform, units)
 
 
 def test_config_names_every_compute_unit() -> None:
@@ -113,23 +107,21 @@ def test_lines_for_the_card_name_shell_kernel_and_files() -> None:
     assert linked[linked.index("--config") + 1] == "out/smartssd.cfg"
 
 
-def test_xclbin_is_one_of_its_design() -> None:
-    """A design always gives the same bytes, and another design gives another uuid."""
-    bank = replace(SMARTSSD.platform.bank, size_bytes=1 << 30)
-    other = replace(SMARTSSD, platform=replace(SMARTSSD.platform, bank=bank))
-    assert xclbin(SMARTSSD) == xclbin(SMARTSSD)
-    assert _uuid(xclbin(other)) != _uuid(xclbin(SMARTSSD))
-
-
 def test_xclbin_holds_bank_connections_and_units() -> None:
-    """An xclbin holds bank, connections and units as XRT's header lays them out."""
+    """An xclbin holds bank, connections and units as XRT's header lays them out.
+
+    A design always gives the same bytes, and another design gives another uuid.
+    """
     bank = MemoryBank("ddr", base=0x1000_0000, size_bytes=2 << 30)
-    contents = {part.kind: part.content for part in sections(replace(SMARTSSD, platform=_with(bank)))}
+    other = replace(SMARTSSD, platform=replace(SMARTSSD.platform, bank=bank))
+    contents = {part.kind: part.content for part in sections(other)}
     assert struct.unpack_from("<i4xBB6xQQ16s", contents[SectionKind.MEM_TOPOLOGY])[3:5] == (2 << 20, 0x1000_0000)
     pointers = [sum(argument.is_pointer for argument in kernel.arguments) for kernel in SMARTSSD.kernels]
     assert struct.unpack_from("<i", contents[SectionKind.CONNECTIVITY])[0] == sum(pointers)
     assert len(contents[SectionKind.IP_LAYOUT]) == 8 + 3 * 80
     assert b'name="beta2"' in contents[SectionKind.EMBEDDED_METADATA]
+    assert xclbin(SMARTSSD) == xclbin(SMARTSSD)
+    assert xclbin(other)[416:432] != xclbin(SMARTSSD)[416:432]
 
 
 def test_an_xclbin_has_the_protocol_of_the_sources(tmp_path: Path) -> None:
@@ -150,14 +142,6 @@ def test_command_writes_files_and_prints_lines(tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "smartssd.cfg").read_text() == connectivity_config(SMARTSSD)
     main(["link-line", "--output", "x.xclbin", "--folder", "out"])
     assert capsys.readouterr().out.split() == link_line(SMARTSSD, target="hw", folder="out", output="x.xclbin")
-
-
-def _with(bank: MemoryBank) -> Platform:
-    return replace(SMARTSSD.platform, bank=bank)
-
-
-def _uuid(content: bytes) -> uuid.UUID:
-    return uuid.UUID(bytes=content[416:432])
 
 
 def test_sources_of_a_renamed_kernel_are_deleted(tmp_path: Path) -> None:

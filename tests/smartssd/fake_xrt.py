@@ -5,17 +5,22 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from tests.native.builds import run
+from tests.native.builds import ROOT, run
+from tests.xrt.builds import locked
 
 __all__ = ["FakeXrt", "build", "without"]
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-def build(folder: Path) -> Path:
-    """Compile the library."""
-    library = folder / "libfakexrt.so"
-    run("g++", "-std=c++20", "-shared", "-fPIC", SOURCE, "-o", library)
+def build() -> Path:
+    """Return the library, which is compiled if its source is newer."""
+    library = ROOT / "build/fake_xrt/libfakexrt.so"
+    with locked(library.parent):
+        if not library.exists() or library.stat().st_mtime < SOURCE.stat().st_mtime:
+            unfinished = library.with_suffix(".unfinished")
+            run("g++", "-std=c++20", "-shared", "-fPIC", SOURCE, "-o", unfinished)
+            unfinished.rename(library)
     return library
 
 

@@ -171,28 +171,28 @@ def test_words_of_the_status(tmp_path: Path, word: str) -> None:
     assert re.search(PROBLEMS[word], failure.message), failure.message
 
 
-def test_another_kernel_answers(tmp_path: Path) -> None:
-    """A status from another kernel is refused. The kernel's number is the upper half of the version word."""
-    failure, _ = answered(tmp_path, "version_and_kernel", 64 << 16)
-    assert failure is not None and failure.kind == "device"
-    assert f"kernel {SGD.number ^ 64} answered, expected {SGD.number}, sgd_update" in failure.message
-
-
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("word", "bits", "told"),
     [
-        ("bad_index", "an index is out of range or order"),
-        ("bad_header", "the payload's header is wrong"),
-        ("bad_range", "the range of elements is wrong"),
-        ("unknown_form", "the form is unknown"),
-        ("wrong_counts", "the counts do not give the header's sum"),
-        ("bad_code", "an exponent or a code is none"),
+        # The kernel's number is the upper half of the version word.
+        ("version_and_kernel", 64 << 16, f"kernel {SGD.number ^ 64} answered, expected {SGD.number}, sgd_update"),
+        *(
+            ("errors", ERROR_BITS[error], f"({ERROR_BITS[error]}: {words})")
+            for error, words in (
+                ("bad_index", "an index is out of range or order"),
+                ("bad_header", "the payload's header is wrong"),
+                ("bad_range", "the range of elements is wrong"),
+                ("unknown_form", "the form is unknown"),
+                ("wrong_counts", "the counts do not give the header's sum"),
+                ("bad_code", "an exponent or a code is none"),
+            )
+        ),
     ],
 )
-def test_error_bits(tmp_path: Path, error: str, told: str) -> None:
-    """Each error bit of the status is explained in words."""
-    failure, _ = answered(tmp_path, "errors", ERROR_BITS[error])
-    assert failure is not None and f"({ERROR_BITS[error]}: {told})" in failure.message
+def test_what_a_status_says(tmp_path: Path, word: str, bits: int, told: str) -> None:
+    """A status from another kernel is refused. Each error bit of the status is explained in words."""
+    failure, _ = answered(tmp_path, word, bits)
+    assert failure is not None and failure.kind == "device" and told in failure.message
 
 
 def test_an_optimizer_without_a_kernel() -> None:

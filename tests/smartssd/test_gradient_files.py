@@ -6,6 +6,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,9 +15,12 @@ from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradien
 from lightning_smartinfinity.errors import StorageError
 
 
-@pytest.fixture(params=[True, False], ids=["files without names", "no files without names"])
-def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that can make files without names, and one that cannot."""
+@pytest.mark.parametrize("has_unnamed", [True, False])
+def test_it_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_unnamed: bool) -> None:
+    """Nothing is left of it, and what others have put there, whatever its name, stays.
+
+    That is so on a file system that can make files without names, and on one that cannot.
+    """
     real = os.open
 
     def refusing(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -24,17 +28,12 @@ def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
             raise OSError(95, os.strerror(95))
         return real(path, flags, *args, **kwargs)
 
-    if not request.param:
-        monkeypatch.setattr(os, "open", refusing)
-
-
-@pytest.mark.usefixtures("_file_system")
-def test_it_has_no_name(tmp_path: Path) -> None:
-    """Nothing is left of it, and what others have put there, whatever its name, stays."""
     target, folder = tmp_path / "precious", tmp_path / "folder"
     target.write_text("precious")
     folder.mkdir()
     (folder / gradient_files._NAME).symlink_to(target)
+    if not has_unnamed:
+        monkeypatch.setattr(os, "open", refusing)
     with ExitStack() as resources:
         file = open_gradient_file(folder, 8192, resources)
         assert file.direct and os.listdir(folder) == [gradient_files._NAME]
@@ -43,15 +42,9 @@ def test_it_has_no_name(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the file, and its descriptor is closed."""
-    closed: list[int] = []
-
-    def full(descriptor: int, *_: int) -> None:
-        closed.append(descriptor)
-        raise OSError(28, os.strerror(28))
-
+    full = mock.Mock(side_effect=OSError(28, os.strerror(28)))
     monkeypatch.setattr(os, "posix_fallocate", full)
     with ExitStack() as resources, pytest.raises(StorageError, match=r"Allocating 8192 bytes for .*gradients\.tmp"):
         open_gradient_file(tmp_path, 8192, resources)
-    (descriptor,) = closed
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+        os.fstat(full.call_args.args[0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from lightning_smartinfinity import ConfigError, DeviceError, SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd.discovery.card_setup import paired_cards
 from tests.smartssd.fake_machine import Machine, smartssd
 
-ANY = SmartSSDConfig()
+SWITCH = "pci0000:00/0000:00:01.0/0000:01:00.0"
 
 
 @pytest.fixture
@@ -19,108 +21,137 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def addresses(machine: Machine, *folders: str, settings: SmartSSDConfig = ANY) -> list[str]:
-    cards = paired_cards([Path(folder) for folder in folders], settings, machine.system())
+def addresses(machine: Machine, *folders: str, devices: Sequence[int | str] | None = None) -> list[str]:
+    cards = paired_cards([Path(folder) for folder in folders], SmartSSDConfig(devices=devices), machine.system())
     return [card.address for card in cards]
 
 
-def refused(machine: Machine, *folders: str, settings: SmartSSDConfig = ANY) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        addresses(machine, *folders, settings=settings)
-    assert caught.value.remedy
-    return caught.value
+def smartssds(number: int) -> Callable[[Machine], None]:
+    """Return a function that adds SmartSSDs behind one switch, and a plain SSD beside them."""
+
+    def build(machine: Machine) -> None:
+        for each in range(number):
+            smartssd(machine, each, mounted=f"/mnt/nvme{each}")
+        machine.ssd("pci0000:3a/0000:3a:00.0/0000:39:00.0", "nvme9", device="259:9")
+        machine.mount("/mnt/plain", "259:9")
+
+    return build
 
 
-def test_four_smartssds_behind_one_switch(machine: Machine) -> None:
-    """Each folder gets the card of its own SSD in any order. Folders need not exist yet."""
-    for number in range(4):
-        smartssd(machine, number, mounted=f"/mnt/nvme{number}")
-    found = addresses(machine, "/mnt/nvme2/jobs/a", "/mnt/nvme0", "/mnt/nvme3")
-    assert found == ["0000:62:00.1", "0000:42:00.1", "0000:72:00.1"]
+def below_switch(*, cards: int = 1, ssds: int = 1) -> Callable[[Machine], None]:
+    """Return a function that adds cards and SSDs to one switch, and mounts the first SSD."""
+
+    def build(machine: Machine) -> None:
+        for number in range(2, 2 + cards):
+            machine.card(f"{SWITCH}/0000:0{number}:00.1", minor=128 + number)
+        for number in range(5, 5 + ssds):
+            machine.ssd(f"{SWITCH}/0000:0{number}:00.0", f"nvme{number}", device=f"259:{number}")
+        machine.mount("/mnt/a", "259:5")
+
+    return build
 
 
-def test_a_plain_ssd_beside_them(machine: Machine) -> None:
-    """A plain SSD behind the same switch gets no card: each card has a nearer SSD. The error shows the tree."""
-    for number in range(2):
-        smartssd(machine, number, mounted=f"/mnt/nvme{number}")
-    machine.ssd("pci0000:3a/0000:3a:00.0/0000:39:00.0", "nvme9", device="259:9")
-    machine.mount("/mnt/plain", "259:9")
-    error = refused(machine, "/mnt/plain")
-    assert "0000:42:00.1, 0000:52:00.1" in error.problem and "equally near" in error.problem
-    tree = error.problem.splitlines()
-    assert any(line.strip().startswith("0000:39:00.0  SSD nvme9n1 (/mnt/plain)") for line in tree)
-    assert any(line.strip().startswith("0000:42:00.1  FPGA 0 (xilinx_u2") for line in tree)
-
-
-def test_a_card_that_belongs_to_another_ssd(machine: Machine) -> None:
-    """A plain SSD does not get the only card of the switch, because that card is nearer to its own SSD."""
-    smartssd(machine, 0, mounted="/mnt/nvme0")
-    machine.ssd("pci0000:3a/0000:3a:00.0/0000:39:00.0", "nvme9", device="259:9")
-    machine.mount("/mnt/plain", "259:9")
-    assert "belongs to 0000:43:00.0" in refused(machine, "/mnt/plain").problem
-    assert addresses(machine, "/mnt/nvme0") == ["0000:42:00.1"]
-
-
-def test_an_ssd_on_another_root_port(machine: Machine) -> None:
-    """A common root complex does not count as a common switch."""
+def two_root_ports(machine: Machine) -> None:
     machine.card("pci0000:00/0000:00:01.0/0000:01:00.1")
     machine.ssd("pci0000:00/0000:00:02.0/0000:02:00.0", device="259:0")
     machine.mount("/mnt/a", "259:0")
-    assert "No card shares a PCIe switch" in refused(machine, "/mnt/a").problem
 
 
-def test_two_cards_beside_one_ssd(machine: Machine) -> None:
-    """Two cards equally near to one SSD are refused unless the user names one."""
-    switch = "pci0000:00/0000:00:01.0/0000:01:00.0"
-    for number in (2, 3):
-        machine.card(f"{switch}/0000:0{number}:00.1", minor=128 + number)
-    machine.ssd(f"{switch}/0000:04:00.0", device="259:0")
-    machine.mount("/mnt/a", "259:0")
-    assert "equally near" in refused(machine, "/mnt/a").problem
-    assert addresses(machine, "/mnt/a", settings=SmartSSDConfig(devices=["03:00.1"])) == ["0000:03:00.1"]
-
-
-def test_two_ssds_beside_one_card(machine: Machine) -> None:
-    """Two SSDs equally near to one card are refused, even if one of them holds no folder."""
-    switch = "pci0000:00/0000:00:01.0/0000:01:00.0"
-    machine.card(f"{switch}/0000:02:00.1")
-    for number in (3, 4):
-        machine.ssd(f"{switch}/0000:0{number}:00.0", f"nvme{number}", device=f"259:{number}")
-    machine.mount("/mnt/a", "259:3")
-    assert "belongs to" in refused(machine, "/mnt/a").problem
-
-
-def test_two_folders_on_one_ssd(machine: Machine) -> None:
-    """Two folders on one SSD cannot have a card each."""
-    smartssd(machine, 0, mounted="/mnt/nvme0")
-    error = refused(machine, "/mnt/nvme0/a", "/mnt/nvme0/b")
-    assert "share one SSD (0000:43:00.0)" in error.problem
-    named = SmartSSDConfig(devices=[0, 0])
-    assert "share one card (0000:42:00.1)" in refused(machine, "/mnt/nvme0/a", "/mnt/nvme0/b", settings=named).problem
-
-
-def test_domains_of_vmd_and_long_addresses(machine: Machine) -> None:
-    """Pairing works below Intel's VMD, which adds a root complex whose domain has five digits."""
+def vmd(machine: Machine) -> None:
+    """Add Intel's VMD, which adds a root complex whose domain has five digits."""
     switch = "pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:06.0/10000:e1:00.0"
     machine.card(f"{switch}/10000:e2:00.1")
     machine.ssd(f"{switch}/10000:e3:00.0", device="259:0")
     machine.mount("/mnt/a", "259:0")
-    assert addresses(machine, "/mnt/a") == ["10000:e2:00.1"]
 
 
-def test_named_cards(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    """Cards are named by address, with or without domain, or by number. A pair that the tree contradicts warns."""
-    for number in range(2):
-        smartssd(machine, number, mounted=f"/mnt/nvme{number}")
-    folders = ("/mnt/nvme0", "/mnt/nvme1")
-    for names in (["0000:42:00.1", "0000:52:00.1"], ["42:00.1", "52:00.1"], [0, 1]):
-        assert addresses(machine, *folders, settings=SmartSSDConfig(devices=names)) == ["0000:42:00.1", "0000:52:00.1"]
+def emulation(machine: Machine) -> None:
+    """Let XRT's emulation skip the PCI bus: cards have numbers, in the folders' order unless the user names them."""
+    machine.environment["XCL_EMULATION_MODE"] = "hw_emu"
+
+
+ONE, TWO = "/mnt/nvme0", "/mnt/nvme1"
+
+
+@pytest.mark.parametrize(
+    ("build", "folders", "devices", "expected"),
+    [
+        # Each folder gets the card of its own SSD in any order. Folders need not exist yet.
+        (
+            smartssds(4),
+            ("/mnt/nvme2/jobs/a", ONE, "/mnt/nvme3"),
+            None,
+            ["0000:62:00.1", "0000:42:00.1", "0000:72:00.1"],
+        ),
+        (smartssds(1), (ONE,), None, ["0000:42:00.1"]),
+        (vmd, ("/mnt/a",), None, ["10000:e2:00.1"]),
+        (below_switch(cards=2), ("/mnt/a",), ["03:00.1"], ["0000:03:00.1"]),
+        # Cards are named by address, with or without domain, or by number.
+        (smartssds(2), (ONE, TWO), ["0000:42:00.1", "0000:52:00.1"], ["0000:42:00.1", "0000:52:00.1"]),
+        (smartssds(2), (ONE, TWO), ["42:00.1", "52:00.1"], ["0000:42:00.1", "0000:52:00.1"]),
+        (smartssds(2), (ONE, TWO), [0, 1], ["0000:42:00.1", "0000:52:00.1"]),
+        (emulation, ("/a", "/b"), None, ["0", "1"]),
+        (emulation, ("/a", "/b"), [1, "0"], ["1", "0"]),
+    ],
+)
+def test_pairs(
+    machine: Machine,
+    caplog: pytest.LogCaptureFixture,
+    build: Callable[[Machine], None],
+    folders: tuple[str, ...],
+    devices: list[int | str] | None,
+    expected: list[str],
+) -> None:
+    """Each folder gets the card that is nearest to its SSD, or the one that the user names, without a warning."""
+    build(machine)
+    assert addresses(machine, *folders, devices=devices) == expected
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("build", "folders", "devices", "told"),
+    [
+        # A plain SSD behind the same switch gets no card: each card has a nearer SSD. The error shows the tree.
+        (
+            smartssds(2),
+            ("/mnt/plain",),
+            None,
+            r"equally near.* 0000:42:00\.1, 0000:52:00\.1"
+            r".*\n *0000:39:00\.0  SSD nvme9n1 \(/mnt/plain\).*\n *0000:42:00\.1  FPGA 0 \(xilinx_u2",
+        ),
+        (smartssds(1), ("/mnt/plain",), None, r"belongs to 0000:43:00\.0"),
+        # A common root complex does not count as a common switch.
+        (two_root_ports, ("/mnt/a",), None, "No card shares a PCIe switch"),
+        (below_switch(cards=2), ("/mnt/a",), None, "equally near"),
+        (below_switch(ssds=2), ("/mnt/a",), None, "belongs to"),
+        (smartssds(1), (f"{ONE}/a", f"{ONE}/b"), None, r"share one SSD \(0000:43:00\.0\)"),
+        (smartssds(1), (f"{ONE}/a", f"{ONE}/b"), [0, 0], r"share one card \(0000:42:00\.1\)"),
+        (smartssds(2), (ONE, TWO), [0, 7], r"0: 0000:42:00\.1"),
+        (smartssds(2), (ONE, TWO), [0], "1 cards for 2"),
+        (emulation, ("/a",), ["0000:42:00.1"], "numbers alone"),
+        (emulation, ("/a", "/b"), [1, 1], "share one card"),
+    ],
+)
+def test_folders_without_a_card_of_their_own(
+    machine: Machine,
+    build: Callable[[Machine], None],
+    folders: tuple[str, ...],
+    devices: list[int | str] | None,
+    told: str,
+) -> None:
+    """The error says why no card belongs to a folder, and what to do."""
+    build(machine)
+    with pytest.raises(ConfigError) as caught:
+        addresses(machine, *folders, devices=devices)
+    assert re.search(told, str(caught.value), re.DOTALL) and caught.value.remedy
+
+
+def test_a_pair_that_the_tree_contradicts(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """It is taken, with a warning."""
+    smartssds(2)(machine)
     with caplog.at_level(logging.WARNING):
-        crossed = addresses(machine, *folders, settings=SmartSSDConfig(devices=[1, 0]))
-    assert crossed == ["0000:52:00.1", "0000:42:00.1"] and len(caplog.records) == 2
-    assert "0: 0000:42:00.1" in refused(machine, *folders, settings=SmartSSDConfig(devices=[0, 7])).remedy
-    assert "1 cards for 2" in refused(machine, *folders, settings=SmartSSDConfig(devices=[0])).problem
+        assert addresses(machine, ONE, TWO, devices=[1, 0]) == ["0000:52:00.1", "0000:42:00.1"]
+    assert len(caplog.records) == 2
 
 
 def test_no_card(machine: Machine) -> None:
@@ -132,12 +163,3 @@ def test_no_card(machine: Machine) -> None:
     machine.card("pci0000:00/0000:00:02.0/0000:02:00.1", driver=False)
     with pytest.raises(DeviceError, match=r"xocl does not hold the card 0000:02:00\.1.*modprobe xocl"):
         addresses(machine, "/mnt/a")
-
-
-def test_emulated_cards_stand_beside_any_folder(machine: Machine) -> None:
-    """XRT's emulation skips the PCI bus: cards have numbers, in the folders' order unless the user names them."""
-    machine.environment["XCL_EMULATION_MODE"] = "hw_emu"
-    assert addresses(machine, "/a", "/b") == ["0", "1"]
-    assert addresses(machine, "/a", "/b", settings=SmartSSDConfig(devices=[1, "0"])) == ["1", "0"]
-    assert "numbers alone" in refused(machine, "/a", settings=SmartSSDConfig(devices=["0000:42:00.1"])).problem
-    assert "share one card" in refused(machine, "/a", "/b", settings=SmartSSDConfig(devices=[1, 1])).problem

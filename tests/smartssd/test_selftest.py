@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -59,10 +60,14 @@ def test_what_sysfs_tells_of_cards(machine: Machine) -> None:
     assert found["folders", "named"].ok is None
 
 
-def test_pairs_that_cannot_be_worked(machine: Machine) -> None:
-    """A folder is paired by sysfs. Only opening the card shows that XRT does not know it: one finding, and no work."""
+def test_pairs_that_cannot_be_worked(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is paired by sysfs. Only opening the card shows that XRT does not know it: one finding, and no work.
+
+    ``~`` in a folder's path is the user's home, as in storage=....
+    """
+    monkeypatch.setenv("HOME", str(machine.root))
     smartssd(machine, 0, mounted=str(machine.root))
-    found = findings(machine, str(machine.root / "storage"))
+    found = findings(machine, "~/storage")
     assert found[str(machine.root / "storage"), "card"].value == "card 0000:42:00.1"
     opened = found["card 0000:42:00.1", "opened"]
     assert "libxrt.so" in opened.value and "selftest" not in opened.remedy
@@ -71,16 +76,11 @@ def test_pairs_that_cannot_be_worked(machine: Machine) -> None:
     assert findings(machine, "/")["folders", "pairing"].ok is False
 
 
-def test_a_card_without_driver(machine: Machine) -> None:
-    """A card without its driver is reported as present but unusable."""
-    machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", driver=False)
-    found = findings(machine)
-    assert "0000:01:00.1" in found["cards", "driver"].value and "modprobe xocl" in found["cards", "driver"].remedy
-    assert ("cards", "found") not in found
+def test_no_card(machine: Machine) -> None:
+    """The finding tells whether XRT's driver is loaded, and advises to load it only if it is not.
 
-
-def test_no_card_names_the_driver(machine: Machine) -> None:
-    """Without a card the finding tells whether XRT's driver is loaded, and advises to load it only if it is not."""
+    A card without its driver is reported as present but unusable.
+    """
     found = findings(machine)["cards", "found"]
     assert (found.ok, found.value) == (False, "none: XRT's driver xocl is not loaded")
     assert "modprobe xocl" in found.remedy and "lspci" in found.remedy
@@ -90,22 +90,24 @@ def test_no_card_names_the_driver(machine: Machine) -> None:
     assert (found.ok, found.value) == (False, "none: XRT's driver xocl holds no card")
     assert all_found["cards", "xocl version"].value == "not told"
     assert "modprobe" not in found.remedy and "lspci" in found.remedy
+    machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", driver=False)
+    all_found = findings(machine)
+    driver = all_found["cards", "driver"]
+    assert "0000:01:00.1" in driver.value and "modprobe xocl" in driver.remedy
+    assert ("cards", "found") not in all_found
 
 
-def test_no_card_is_opened_without_xrt(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If XILINX_XRT names no folder, that is the only finding that fails."""
-    monkeypatch.setattr(examination, "runtime_of", lambda system: Runtime(machine.root / "gone", None, "lib.so", False))
+@pytest.mark.parametrize("why", ["no XRT", "a closed node"])
+def test_no_card_is_opened_in_vain(machine: Machine, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """What keeps a card from being opened is the only finding that fails: opening it would tell the same."""
     smartssd(machine, 0, mounted=str(machine.root))
-    failed = [one for one in findings(machine, str(machine.root)).values() if one.ok is False]
-    assert [(one.subject, one.name) for one in failed] == [("XRT", "XILINX_XRT")]
-
-
-def test_a_card_behind_a_closed_node_is_not_worked(machine: Machine) -> None:
-    """The closed device node is the only finding that fails: opening the card would tell the same."""
-    smartssd(machine, 0, mounted=str(machine.root))
-    machine.locked.add(machine.root / "dev/dri/renderD128")
-    failed = [one for one in findings(machine, str(machine.root)).values() if one.ok is False]
-    assert [(one.subject, one.name) for one in failed] == [("card 0000:42:00.1", "device node")]
+    if why == "no XRT":
+        gone = Runtime(machine.root / "gone", None, "lib.so", False)
+        monkeypatch.setattr(examination, "runtime_of", lambda system: gone)
+    else:
+        machine.locked.add(machine.root / "dev/dri/renderD128")
+    failed = [key for key, one in findings(machine, str(machine.root)).items() if one.ok is False]
+    assert failed == [("XRT", "XILINX_XRT") if why == "no XRT" else ("card 0000:42:00.1", "device node")]
 
 
 @pytest.mark.parametrize(
@@ -114,11 +116,7 @@ def test_a_card_behind_a_closed_node_is_not_worked(machine: Machine) -> None:
 )
 def test_the_command_does_not_advise_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch, remedy: str) -> None:
     """Advice to run this command is left out of its findings; the rest of the remedy stays."""
-
-    def fails(*_: object) -> None:
-        raise DeviceError("The card fails.", remedy)
-
-    monkeypatch.setattr(examination, "open_card", fails)
+    monkeypatch.setattr(examination, "open_card", mock.Mock(side_effect=DeviceError("The card fails.", remedy)))
     smartssd(machine, 0, mounted=str(machine.root))
     shown = findings(machine, str(machine.root))["card 0000:42:00.1", "opened"].remedy
     assert shown and remedy.startswith(shown) and "selftest" not in shown
@@ -200,19 +198,9 @@ def test_folders_that_training_refuses(machine: Machine, folders: list[str], wor
     assert ("folders", "pairing") not in found and found["xclbin", "file"].ok
 
 
-def test_a_home_is_that_of_the_user(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``~`` in a folder's path is the user's home, as in storage=...."""
-    monkeypatch.setenv("HOME", str(machine.root))
-    smartssd(machine, 0, mounted=str(machine.root))
-    assert findings(machine, "~/storage")[str(machine.root / "storage"), "card"].ok
-
-
 def test_what_nobody_foresaw(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unexpected exception becomes a failed finding, and the other checks still run."""
-
-    def breaks(*_: object) -> None:
-        raise LookupError("a file of sysfs says so")
-
+    breaks = mock.Mock(side_effect=LookupError("a file of sysfs says so"))
     monkeypatch.setattr(examination, "read_xclbin", breaks)
     monkeypatch.setattr(examination, "cards_of", breaks)
     found = findings(machine)
