@@ -1,219 +1,307 @@
-"""Which device updates: cards are chosen where they can be used, and the reason is told where they cannot."""
+"""Which device updates: cards are chosen where all ranks can use them, and the reason is told where they cannot.
+
+Processes do not share emulated cards: what another rank reports is made up.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hls.description import design_for
 from hls.xclbin import xclbin
-from lightning_smartinfinity import (
-    ConfigError,
-    DeviceError,
-    SmartSSDConfig,
-    TransferConfig,
-)
-from lightning_smartinfinity.devices.smartssd import System, find_cards, self_test, unreturned
+from lightning_smartinfinity import ConfigError, DeviceError, SmartInfinityError, SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.devices.smartssd import CardSetup, System, find_cards, self_test
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.settings import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
 from lightning_smartinfinity.zero3.ranks import collectives
+from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup import update_device
 from lightning_smartinfinity.zero3.setup.update_device import choose_update_device
-from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host
+from tests.helpers.card_runs import OPTIMIZERS, beside_host
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
-from tests.helpers.waiting import await_that, lenient
-from tests.pipeline.harness import Case, running
+from tests.pipeline.harness import Case
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.self_tests import held_queue, offload
 
 pytestmark = RunIf(xrt=True)
 
+Gather = Callable[[Any, Any], list[Any]]
 
-@pytest.mark.usefixtures("alone")
-def test_p2p_that_does_not_return_leaves_it_to_the_host(
-    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With "auto" the host updates, and the log says why; with "smartssd" it is an error."""
-    holds = held_queue(monkeypatch, read_at=0)
-    config = SmartSSDConfig(xclbin=emulated_cards.build.xclbin, timeout=lenient())
-    asked = offload(tmp_path, emulated_cards, smartssd=config)
-    assert choose_update_device(asked, optimizer="Adam").cards is None
-    assert "since SmartSSDs cannot: P2P between the emulated card 0 and its SSD failed" in caplog.text
-    for hold in holds:
-        hold.release()
-    await_that(unreturned.close_returned)
-    with pytest.raises(DeviceError, match=r"did not return within \d+ ms"):
-        choose_update_device(replace(asked, update_device="smartssd"), optimizer="Adam")
-    holds[-1].release()
-    await_that(unreturned.close_returned)
+
+def beside(monkeypatch: pytest.MonkeyPatch, gathered: Gather, raised: Gather = lambda value, group: [value]) -> None:
+    """Let the ranks report what this function makes of what this one does, and raise what that function makes of it."""
+    monkeypatch.setattr(update_device, "gather", gathered)
+    monkeypatch.setattr(collectives, "gather", raised)
+
+
+def another(**changes: Any) -> Gather:
+    """Return a function that lets another rank report what this one does, with changes."""
+    return lambda value, group: [value, value._replace(**changes)]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, without a process group, unless a test says otherwise."""
+    monkeypatch.delenv(XCLBIN_VARIABLE, raising=False)
+    beside(monkeypatch, lambda value, group: [value])
+
+
+class Choosing:
+    """Chooses a device for the storage folders of a test."""
+
+    def __init__(self, folder: Path, cards: EmulatedCards) -> None:
+        self.folder, self.build = folder, cards.build
+
+    def settings(self, wanted: str, **settings: Any) -> OffloadSettings:
+        # A trial of memory fills all of it: tasklets are the smallest without a warning.
+        usual = {
+            "transfer": TransferConfig(num_buffers=2, tasklet_bytes=16 << 20),
+            "smartssd": SmartSSDConfig(xclbin=self.build.xclbin),
+        }
+        folders = (self.folder / "a", self.folder / "b")
+        return OffloadSettings(storage=folders, update_device=wanted, **{**usual, **settings})
+
+    def __call__(self, wanted: str = "auto", *, optimizer: str = "Adam", **settings: Any) -> CardSetup | None:
+        return choose_update_device(self.settings(wanted, **settings), optimizer=optimizer).cards
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, without a process group."""
-    monkeypatch.delenv(XCLBIN_VARIABLE, raising=False)
-    for module in (collectives, update_device):
-        monkeypatch.setattr(module, "gather", lambda value, group: [value])
+def choose(tmp_path: Path, emulated_cards: EmulatedCards) -> Choosing:
+    return Choosing(tmp_path, emulated_cards)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "smartssd"])
-@pytest.mark.usefixtures("alone")
-def test_cards_are_chosen(tmp_path: Path, emulated_cards: EmulatedCards, wanted: str) -> None:
+def test_cards_are_chosen(choose: Choosing, wanted: str) -> None:
     """Cards are chosen where they can be used; tasklets are then large unless the user says otherwise."""
-    chosen = choose_update_device(offload(tmp_path, emulated_cards, wanted), optimizer="SGD")
+    usual = choose.settings(wanted, transfer=TransferConfig(num_buffers=2))
+    chosen = choose_update_device(usual, optimizer="SGD")
     assert chosen.cards is not None and len(chosen.cards.cards) == 2
     assert chosen.tasklet_bytes == CARD_TASKLET_BYTES >= 16 << 20
     assert replace(chosen, cards=None).tasklet_bytes == HOST_TASKLET_BYTES
-    asked = offload(tmp_path, emulated_cards, wanted, transfer=TransferConfig(tasklet_bytes=1 << 20))
-    with pytest.warns(UserWarning, match=r"tasklet_bytes=1048576\) is small for SmartSSDs"):
+    asked = choose.settings(wanted, transfer=TransferConfig(tasklet_bytes=1 << 20, dram_cache_bytes="auto"))
+    with (
+        pytest.warns(UserWarning, match=r"tasklet_bytes=1048576\) is small for SmartSSDs"),
+        pytest.warns(UserWarning, match=r"dram_cache_bytes='auto'\) is ignored"),
+    ):
         assert choose_update_device(asked, optimizer="SGD").tasklet_bytes == 1 << 20
-    asked = offload(tmp_path, emulated_cards, wanted, transfer=TransferConfig(num_buffers=2, dram_cache_bytes="auto"))
-    with pytest.warns(UserWarning, match=r"dram_cache_bytes='auto'\) is ignored"):
-        choose_update_device(asked, optimizer="SGD")
 
 
-@pytest.mark.usefixtures("alone")
-def test_an_xclbin_with_the_kernel_of_rmsprop_alone(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+def test_an_xclbin_with_the_kernel_of_rmsprop_alone(choose: Choosing, emulated_cards: EmulatedCards) -> None:
     """Cards that have no other kernel pass the self-test, are chosen, and update as the host does."""
-    path = tmp_path / "rmsprop.xclbin"
+    path = choose.folder / "rmsprop.xclbin"
     path.write_bytes(xclbin(design_for("rmsprop")))
     emulated_cards.reset(count=12)
-    settings = SmartSSDConfig(xclbin=path, devices=[10, 11])
-    asked = offload(tmp_path, emulated_cards, smartssd=settings)
+    settings, folders = SmartSSDConfig(xclbin=path, devices=[10, 11]), choose.settings("auto").storage
     kernels = [kernel for kernel in KERNELS if kernel.name == "rmsprop_update"]
-    self_test(find_cards(asked.storage, settings, System()), asked.storage, kernels)
-    chosen = choose_update_device(asked, optimizer="RMSprop").cards
+    self_test(find_cards(folders, settings, System()), folders, kernels)
+    chosen = choose(optimizer="RMSprop", smartssd=settings)
     assert chosen is not None and chosen.xclbin.kernels == ("rmsprop_update",)
     case = Case(num_devices=2, **OPTIMIZERS["rmsprop"])
-    with (
-        running(tmp_path / "cards", case, device=cards(path, first=10)) as run,
-        running(tmp_path / "host", case, device=settled_host) as host,
-    ):
-        for each in (run, host):
+    with beside_host(choose.folder, case, path, first=10) as runs:
+        for each in runs:
             each.step(0)
-        same_as_host(run, host)
 
 
-@pytest.mark.usefixtures("alone")
-def test_an_xclbin_for_other_optimizers(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """A card has no room for all kernels, so the error says how to build the missing one."""
-    without = SmartSSDConfig(xclbin=emulated_cards.build.probe_xclbin)
-    with pytest.raises(DeviceError, match="has no kernel sgd_update; it has probe") as caught:
-        choose_update_device(offload(tmp_path, emulated_cards, "smartssd", smartssd=without), optimizer="SGD")
-    assert "make -C hls xclbin OPTIMIZER=sgd" in caught.value.remedy
+Prepare = Callable[[Choosing, EmulatedCards, pytest.MonkeyPatch], dict[str, Any]]
 
 
-@pytest.mark.usefixtures("alone")
-def test_host_is_chosen_and_the_reason_told(
-    tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
+def fire(choose: Choosing, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Let another rank have no cards."""
+    failure = DeviceError("The card there is on fire.", "Call somebody.")
+    beside(monkeypatch, another(error=failure), lambda value, group: [value, (failure, "the other host")])
+    return {}
+
+
+def nonsense(choose: Choosing, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Let a card fail the test of another rank, so that this rank does not test it itself."""
+    failure, rounds = DeviceError("The card there computes nonsense.", "Replace it."), count()
+    beside(
+        monkeypatch,
+        lambda value, group: [value._replace(process=0, error=failure if next(rounds) % 2 else None), value],
+        lambda value, group: [(failure, "the other host"), value],
+    )
+    return {}
+
+
+def another_xclbin(choose: Choosing, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    beside(monkeypatch, another(build="11111111-1111"), lambda value, group: [value, value])
+    return {}
+
+
+def unknown_memory(choose: Choosing, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    def find(*arguments: Any) -> CardSetup:
+        setup = find_cards(*arguments)
+        return replace(setup, xclbin=setup.xclbin._replace(memory_bytes=None))
+
+    monkeypatch.setattr(update_device, "find_cards", find)
+    beside(monkeypatch, another(), lambda value, group: [value, value])
+    return {}
+
+
+def no_p2p(choose: Choosing, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    cards.set("p2p", 0)
+    return {}
+
+
+def variable(named: str) -> Prepare:
+    def prepare(choose: Choosing, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        monkeypatch.setenv(XCLBIN_VARIABLE, named)
+        return {"smartssd": None}
+
+    return prepare
+
+
+REFUSED: dict[str, tuple[Prepare, type[SmartInfinityError], str]] = {
+    "P2P is off": (no_p2p, DeviceError, "The emulated card 0.*p2p enable"),
+    # A card has no room for all kernels, so the error says how to build the missing one.
+    "no kernel": (
+        lambda choose, *_: {"smartssd": SmartSSDConfig(xclbin=choose.build.probe_xclbin)},
+        DeviceError,
+        "has no kernel adamw_update; it has probe.*make -C hls xclbin OPTIMIZER=adamw",
+    ),
+    "no home": (variable("~nosuch/x"), ConfigError, "~nosuch/x"),
+    "no file": (variable("/not/there"), ConfigError, "/not/there"),
+    # A card cannot see state in the page cache.
+    "buffered": (lambda *_: {"transfer": TransferConfig(direct_io="off")}, ConfigError, "page cache"),
+    "plain I/O": (lambda *_: {"transfer": TransferConfig(io_engine="plain")}, ConfigError, "page cache"),
+    "another rank has none": (fire, DeviceError, "on fire"),
+    "a card fails another rank's test": (nonsense, DeviceError, "nonsense"),
+    # The second load would remove the first's kernels.
+    "another xclbin": (another_xclbin, ConfigError, "different xclbins.*11111111-1111.*Name one xclbin"),
+    # Half of an unknown size is unknown.
+    "unknown memory": (unknown_memory, DeviceError, "2 processes share a card, .* does not tell how much memory"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_cards_that_cannot_be_used(
+    choose: Choosing,
+    emulated_cards: EmulatedCards,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
 ) -> None:
-    """With "auto" the host updates without an xclbin, for other formats, and if cards fail; "smartssd" raises."""
+    """With "auto" the host updates, and the log says why; with "smartssd" it is an error, on every rank."""
+    prepare, error, told = REFUSED[why]
+    settings = prepare(choose, emulated_cards, monkeypatch)
+    assert choose("auto", **settings) is None
+    assert re.search(f"the host updates, since SmartSSDs cannot: .*{told}", caplog.text)
+    with pytest.raises(error, match=told):
+        choose("smartssd", **settings)
+    if prepare is nonsense:
+        assert emulated_cards.counter("runs_begun") == 0
+
+
+def test_host_is_chosen_without_a_search(choose: Choosing, caplog: pytest.LogCaptureFixture) -> None:
+    """With "auto" the host updates without an xclbin, and for other formats; the log says why."""
     with caplog.at_level(logging.INFO):
-        asked = offload(tmp_path, emulated_cards, smartssd=None)
-        assert choose_update_device(asked, optimizer="Adam").cards is None
-        asked = offload(tmp_path, emulated_cards, state_format="int8")
-        assert choose_update_device(asked, optimizer="Adam").cards is None
-        assert choose_update_device(offload(tmp_path, emulated_cards, "host"), optimizer="Adam").cards is None
-        emulated_cards.set("p2p", 0)
-        assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is None
-    no_file, no_format, no_p2p = [
-        record.getMessage() for record in caplog.records if record.name.endswith("update_device")
-    ]
+        assert choose(smartssd=None) is choose(state_format="int8") is choose("host") is None
+    no_file, no_format = [record.getMessage() for record in caplog.records if record.name.endswith("update_device")]
     assert "no xclbin for SmartSSDs is named" in no_file
     assert "in 'fp32' alone, not 'int8'" in no_format
-    assert "the host updates, since SmartSSDs cannot: The emulated card 0" in no_p2p
-    with pytest.raises(DeviceError, match="p2p enable"):
-        choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
 
 
-@pytest.mark.usefixtures("alone")
 def test_cards_whose_memory_is_too_small(
-    tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
+    choose: Choosing, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With "auto" the host updates if the cards' memory is too small, and nothing of the trial is left on them."""
-    asked = offload(tmp_path, emulated_cards, transfer=TransferConfig(num_buffers=2, tasklet_bytes=32 << 20))
+    """With "auto" the host updates if the cards' memory is too small, and nothing of the trial is left on them.
+
+    The memory that each rank may take of a card decides.
+    """
+    transfer = TransferConfig(num_buffers=2, tasklet_bytes=32 << 20)
     used = emulated_cards.counter("num_buffers", 1)
     emulated_cards.set("dram_mib", 64, card=1)
-    assert choose_update_device(asked, optimizer="Adam").cards is None
+    assert choose(transfer=transfer) is None
     assert "The emulated card 1" in caplog.text and "tasklet_bytes=" in caplog.text
     assert emulated_cards.counter("num_buffers", 1) == used
-    emulated_cards.set("dram_mib", 128, card=1)
-    assert choose_update_device(asked, optimizer="Adam").cards is not None
+    emulated_cards.reset()
+    beside(monkeypatch, lambda value, group: [value] * 40)
+    assert choose(transfer=TransferConfig(num_buffers=2)) is None
+    assert "each of 40 processes may take" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("gradient", "parameter", "mib"),
     long_but([(4, 4, 107), (2, 2, 86)], [(4, 4, 107), (4, 2, 97), (2, 4, 97), (2, 2, 86)]),
 )
-@pytest.mark.usefixtures("alone")
 def test_memory_for_the_types_of_gradients_and_parameters(
-    tmp_path: Path, emulated_cards: EmulatedCards, gradient: int, parameter: int, mib: int
+    choose: Choosing, emulated_cards: EmulatedCards, gradient: int, parameter: int, mib: int
 ) -> None:
     """The trial counts gradients and parameters of their types beside two tasklets of 32 MiB of state."""
-    asked = offload(
-        tmp_path,
-        emulated_cards,
-        transfer=TransferConfig(num_buffers=2, tasklet_bytes=32 << 20),
-        gradient_itemsize=gradient,
-        parameter_itemsize=parameter,
-    )
+    settings = {"gradient_itemsize": gradient, "parameter_itemsize": parameter}
+    transfer = TransferConfig(num_buffers=2, tasklet_bytes=32 << 20)
     emulated_cards.set("dram_mib", mib)
-    assert choose_update_device(asked, optimizer="Adam").cards is not None
+    assert choose(transfer=transfer, **settings) is not None
     emulated_cards.set("dram_mib", mib - 1)
-    assert choose_update_device(asked, optimizer="Adam").cards is None
+    assert choose(transfer=transfer, **settings) is None
 
 
-@pytest.mark.usefixtures("alone")
 def test_memory_that_cannot_be_tried(
-    tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    choose: Choosing, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error of any kind becomes this rank's report, because the others wait for one."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise ValueError("no such thing")
-
-    monkeypatch.setattr(update_device, "require_memory", fail)
-    assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is None
-    assert "could not be set up: ValueError('no such thing')" in caplog.text
-
-
-@pytest.mark.parametrize("named", ["~nosuch/x", "/not/there"])
-@pytest.mark.usefixtures("alone")
-def test_a_variable_that_names_no_file(
-    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, named: str
-) -> None:
-    """With "auto" the host updates; with "smartssd" the error names the path."""
-    monkeypatch.setenv(XCLBIN_VARIABLE, named)
-    asked = offload(tmp_path, emulated_cards, smartssd=None)
-    assert choose_update_device(asked, optimizer="Adam").cards is None
-    with pytest.raises(ConfigError, match=named):
-        choose_update_device(replace(asked, update_device="smartssd"), optimizer="Adam")
-
-
-@pytest.mark.parametrize("settings", [{"direct_io": "off"}, {"io_engine": "plain"}])
-@pytest.mark.usefixtures("alone")
-def test_page_cache_is_out_of_reach(tmp_path: Path, emulated_cards: EmulatedCards, settings: dict[str, str]) -> None:
-    """Settings that put state into the page cache are refused, because a card cannot see it there."""
-    asked = offload(tmp_path, emulated_cards, "smartssd", transfer=TransferConfig(**settings))
-    with pytest.raises(ConfigError, match="page cache"):
-        choose_update_device(asked, optimizer="Adam")
-    assert choose_update_device(replace(asked, update_device="auto"), optimizer="Adam").cards is None
+    monkeypatch.setattr(update_device, "require_memory", lambda *_, **__: [][0])
+    assert choose() is None
+    assert "could not be set up: IndexError(" in caplog.text
 
 
 @pytest.mark.parametrize(("optimizer", "largest"), [("Adam", 12 << 29), ("SGD", 8 << 29)])
-@pytest.mark.usefixtures("alone")
-def test_tasklets_that_no_kernel_works(
-    tmp_path: Path, emulated_cards: EmulatedCards, optimizer: str, largest: int
-) -> None:
+def test_tasklets_that_no_kernel_works(choose: Choosing, optimizer: str, largest: int) -> None:
     """Tasklets that are too large are refused before anything is written; the error gives the largest size."""
-    asked = offload(tmp_path, emulated_cards, "smartssd", transfer=TransferConfig(tasklet_bytes=2 * largest))
     with pytest.raises(ConfigError, match=f"too large for SmartSSDs.*pass {largest} at most"):
-        choose_update_device(asked, optimizer=optimizer)
-    assert list(tmp_path.iterdir()) == []
-    allowed = replace(asked, transfer=TransferConfig(tasklet_bytes=largest))
-    assert choose_update_device(allowed, optimizer=optimizer).cards is not None
+        choose("smartssd", optimizer=optimizer, transfer=TransferConfig(tasklet_bytes=2 * largest))
+    assert list(choose.folder.iterdir()) == []
+    assert choose("smartssd", optimizer=optimizer, transfer=TransferConfig(tasklet_bytes=largest)) is not None
+
+
+CARD, OTHER_CARD = "0000:42:00.1", "0000:43:00.1"
+
+
+def reports(*builds: str, machine: str = "one", card: str = CARD) -> list[update_device._Report]:
+    return [update_device._Report(machine, "host", 1, (card,), build, None) for build in builds]
+
+
+def test_ranks_on_one_card() -> None:
+    """Ranks on one card share its memory evenly and have to load one xclbin; other cards may have another."""
+    assert update_device._sharers(reports("x", "x", "x")) == 3
+    assert update_device._sharers([*reports("x", "x"), *reports("y", machine="two")]) == 2
+    assert update_device._disagreement([*reports("x", "x"), *reports("y", machine="two")]) is None
+    assert update_device._disagreement([*reports("x", "x"), *reports("y", card=OTHER_CARD)]) is None
+    error = update_device._disagreement([*reports("x", "y"), *reports("z", card=OTHER_CARD)])
+    assert isinstance(error, ConfigError) and f"same card {CARD}: x, y." in error.problem
+
+
+@pytest.mark.parametrize("wanted", ["auto", "smartssd"])
+def test_another_rank_on_the_same_cards(choose: Choosing, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    """Each rank takes half of the cards' memory, or all if the other one is on another machine or other cards."""
+    shares = []
+    for changes in ({}, {"machine": "another", "build": "1"}, {"cards": ("7", "8")}, {"cards": ("1", "2")}):
+        beside(monkeypatch, another(**changes), lambda value, group: [value, value])
+        chosen = choose(wanted)
+        assert chosen is not None
+        shares.append(chosen.sharers)
+    assert shares == [2, 1, 1, 2]
+
+
+def test_one_rank_tests_a_card_that_several_share(
+    choose: Choosing, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the lowest rank that has a card tests it."""
+    runs = []
+    for changes in ({}, {"process": 0}, {"process": 0, "cards": ("1",)}, {"process": 0, "machine": "another"}):
+        beside(
+            monkeypatch, lambda value, group, of=changes: [value._replace(**of), value], lambda value, group: [value]
+        )
+        emulated_cards.reset()
+        assert choose("smartssd") is not None
+        runs.append([emulated_cards.counter("runs_completed", card) > 0 for card in range(2)])
+    assert runs == [[True, True], [False, False], [True, False], [True, True]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import re
@@ -11,8 +12,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,7 +25,7 @@ from lightning_smartinfinity import (
     native,
 )
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.devices.smartssd import CardSetup, System, find_cards, self_test, unreturned
+from lightning_smartinfinity.devices.smartssd import System, find_cards, self_test, unreturned
 from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime, require_runtime
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from tests.helpers import native_testing as testing
@@ -33,9 +34,11 @@ from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
 from tests.helpers.xrt import VERSION
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.self_tests import held_queue
 
 pytestmark = RunIf(xrt=True)
+
+# The package has a function of that name.
+self_test_module = importlib.import_module("lightning_smartinfinity.devices.smartssd.self_test")
 
 
 def test_cards_that_pass(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
@@ -46,119 +49,105 @@ def test_cards_that_pass(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize(
-    ("pointer", "bit", "words"),
-    [("status", 32, "version"), ("parameter", 64 * 32, "parameters arrived"), ("master", 64 * 32, "other bits")],
+    ("kernel", "pointer", "bit", "number", "words"),
+    [
+        (0, "status", 32, 0, "version"),
+        (1, "parameter", 64 * 32, 0, "parameters arrived"),
+        *((kernel, "master", 64 * 32, 0, "other bits") for kernel in range(len(KERNELS))),
+        *(
+            (0, "master", 64 * 32, number, rf"other bits than the host \(gradients and parameters in {dtype}\)")
+            for number, dtype in enumerate(("float32", "bfloat16", "float16"))
+        ),
+    ],
 )
 def test_a_card_that_computes_something_else(
-    tmp_path: Path, emulated_cards: EmulatedCards, kernel: Any, pointer: str, bit: int, words: str
+    tmp_path: Path, emulated_cards: EmulatedCards, kernel: int, pointer: str, bit: int, number: int, words: str
 ) -> None:
-    """A wrong interface version, wrong parameters and wrong state are all reported."""
-    pointers = {"status": 2 * kernel.num_arrays + 2, "parameter": 2 * kernel.num_arrays + 1, "master": 1}
-    # The second of the tile's runs is the one that updates.
-    emulated_cards.inject("corrupt", card=1, skipped=1, pointer=pointers[pointer], bit=bit)
+    """A wrong interface version, wrong parameters and wrong state are all reported, of every kernel and type."""
+    chosen = KERNELS[kernel]
+    pointers = {"status": 2 * chosen.num_arrays + 2, "parameter": 2 * chosen.num_arrays + 1, "master": 1}
+    # Of the runs of each type, the second one updates.
+    emulated_cards.inject("corrupt", card=1, skipped=3 * number + 1, pointer=pointers[pointer], bit=bit)
     with pytest.raises(DeviceError, match=words):
-        self_test(setup_of(2, emulated_cards.build.xclbin), [tmp_path, tmp_path], [kernel])
+        self_test(setup_of(2, emulated_cards.build.xclbin), [tmp_path, tmp_path], [chosen])
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "dtype"), [(0, "float32"), (1, "bfloat16"), (2, "float16")])
-def test_a_card_that_computes_something_else_in_one_type(
-    tmp_path: Path, emulated_cards: EmulatedCards, number: int, dtype: str
-) -> None:
-    """Every type that gradients and parameters may have is tried."""
-    emulated_cards.inject("corrupt", skipped=3 * number + 1, pointer=1, bit=64 * 32)
-    with pytest.raises(DeviceError, match=rf"other bits than the host \(gradients and parameters in {dtype}\)"):
-        self_test(setup_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
+def test_a_card_whose_run_fails_or_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """The error tells how the run ended, on which card and with which folder.
 
-
-@pytest.mark.parametrize(("kind", "words"), [("error", "ERROR"), ("hang", "did not return within {} ms")])
-def test_a_card_whose_run_fails(tmp_path: Path, emulated_cards: EmulatedCards, kind: str, words: str) -> None:
-    """The error tells how the run ended, on which card and with which folder."""
-    emulated_cards.reset(count=5)
-    emulated_cards.inject(kind, card=4)
-    deadline = lenient()
-    setup = setup_of(1, emulated_cards.build.xclbin, first=4, timeout=deadline)
-    with pytest.raises(DeviceError, match=words.format(round(1000 * deadline))) as failed:
-        self_test(setup, [tmp_path / "a"], KERNELS[:1])
-    assert f"emulated card 4 in {str(tmp_path / 'a')!r}" in str(failed.value)
-    assert ".smart-infinity-" not in str(failed.value)
-
-
-def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """The next test of such a card fails at once, until the run that was given up returns."""
+    The next test of a card whose run was given up fails at once, until the run returns.
+    """
     emulated_cards.reset(count=6)
-    emulated_cards.inject("hang", card=5)
-    setup = setup_of(1, emulated_cards.build.xclbin, first=5, timeout=lenient())
-    with pytest.raises(DeviceError, match="did not return within"):
-        self_test(setup, [tmp_path], KERNELS[:1])
-    begun = emulated_cards.counter("runs_begun", 5)
-    with pytest.raises(
-        DeviceError, match="emulated card 5 has not returned from a run or transfer that this process abandoned"
+    deadline = lenient()
+    setup = setup_of(1, emulated_cards.build.xclbin, first=5, timeout=deadline)
+    late, out = f"did not return within {1000 * deadline:.0f} ms", "has not returned from a run or transfer"
+    for fault, words in (
+        ("error", "ERROR"),
+        ("hang", late),
+        (None, f"emulated card 5 {out} that this process abandoned"),
     ):
-        self_test(setup, [tmp_path], KERNELS[:1])
-    assert emulated_cards.counter("runs_begun", 5) == begun
+        if fault:
+            emulated_cards.inject(fault, card=5)
+        begun = emulated_cards.counter("runs_begun", 5)
+        with pytest.raises(DeviceError, match=words) as failed:
+            self_test(setup, [tmp_path / "a"], KERNELS[:1])
+        assert (emulated_cards.counter("runs_begun", 5) > begun) == bool(fault)
+        assert ".smart-infinity-" not in str(failed.value)
+        assert not fault or f"emulated card 5 in {str(tmp_path / 'a')!r}" in str(failed.value)
     emulated_cards.release(5)
-    emulated_cards.wait_for("run-end", card=5)
+    emulated_cards.wait_for("run-end", card=5, count=2)
     self_test(replace(setup, settings=SmartSSDConfig(xclbin=emulated_cards.build.xclbin)), [tmp_path], KERNELS[:1])
 
 
 @pytest.mark.parametrize(("where", "verb"), [("read_at", "reading"), ("write_at", "writing")])
-def test_p2p_that_does_not_return(
-    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, where: str, verb: str
-) -> None:
+def test_p2p_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCards, where: str, verb: str) -> None:
     """A late transfer is given up and keeps the card's memory until it returns; then the card can be used again."""
-    before = emulated_cards.counter("num_buffers")
+    before, holds = emulated_cards.counter("num_buffers"), []
     setup = setup_of(1, emulated_cards.build.xclbin, timeout=lenient())
-    with monkeypatch.context() as patched:
-        (hold,) = _given_up(setup, tmp_path, held_queue(patched, **{where: 0}), verb)
+    told = rf"P2P between the emulated card 0 and its SSD failed: {verb} 1048576 bytes .*within \d+ ms.*kernel log"
+
+    class HeldBuffer:
+        """A buffer of which each queue holds one request."""
+
+        def __init__(self, buffer: native.CardBuffer) -> None:
+            self.address, self.nbytes, self._buffer = buffer.address, buffer.nbytes, buffer
+
+        def queue(self, *, timeout_ms: int) -> native.FileQueue:
+            queue = self._buffer.queue(timeout_ms=timeout_ms)
+            holds.append(testing.Hold(queue, **{where: 0}))
+            return queue
+
+    through = self_test_module._through
+
+    def held(card: object, buffer: native.CardBuffer, *rest: Any, **settings: Any) -> Any:
+        return through(card, HeldBuffer(buffer), *rest, **settings)
+
+    with mock.patch.object(self_test_module, "_through", held), pytest.raises(DeviceError, match=told):
+        self_test(setup, [tmp_path], KERNELS[:1])
     assert list(tmp_path.iterdir()) == []
     assert emulated_cards.counter("num_buffers") == before + 1
     with pytest.raises(DeviceError, match="has not returned from a run or transfer that this process abandoned"):
         self_test(setup, [tmp_path], KERNELS[:1])
-    hold.release()
+    holds[0].release()
     await_that(unreturned.close_returned)
     assert emulated_cards.counter("num_buffers") == before
     self_test(replace(setup, settings=SmartSSDConfig(xclbin=emulated_cards.build.xclbin)), [tmp_path], KERNELS[:1])
 
 
-def _given_up(setup: CardSetup, folder: Path, holds: list[testing.Hold], verb: str) -> list[testing.Hold]:
-    with pytest.raises(
-        DeviceError,
-        match=rf"P2P between the emulated card 0 and its SSD failed: {verb} 1048576 bytes .*within \d+ ms.*kernel log",
-    ):
-        self_test(setup, [folder], KERNELS[:1])
-    return holds
-
-
-def test_an_ssd_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ssd_that_fails(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """An error of the SSD names the card and the storage folder."""
 
-    class Failing(native.Pipeline):
-        def submit(self, batch: native.Batch) -> None:
-            testing.inject(self, fail_read_at=0, errno=errno.EIO)
-            super().submit(batch)
+    def submit(pipeline: native.Pipeline, batch: native.Batch) -> None:
+        testing.inject(pipeline, fail_read_at=0, errno=errno.EIO)
+        real(pipeline, batch)
 
-    monkeypatch.setattr(native, "Pipeline", Failing)
-    with pytest.raises(StorageError, match="health") as failed:
+    real = native.Pipeline.submit
+    with mock.patch.object(native.Pipeline, "submit", submit), pytest.raises(StorageError, match="health") as failed:
         self_test(setup_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
     assert f"emulated card 0 in {str(tmp_path)!r}" in str(failed.value)
     assert ".smart-infinity-" not in str(failed.value)
-
-
-def test_p2p_that_is_off(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Where sysfs does not tell that P2P is off, only the allocation of a buffer on the card can."""
-    emulated_cards.set("p2p", 0)
-    with pytest.raises(DeviceError, match="xbutil configure --device ADDRESS --p2p enable"):
-        self_test(setup_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
-
-
-def test_an_xclbin_without_the_kernel(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """An xclbin without our kernel, such as the probe's, is refused, and the error says how to build it."""
-    emulated_cards.reset(count=7)
-    with pytest.raises(DeviceError, match=r"adamw_update.* of this version: make -C hls xclbin"):
-        self_test(setup_of(1, emulated_cards.build.probe_xclbin, first=6), [tmp_path], KERNELS[:1])
 
 
 # ---- smart-infinity selftest
@@ -197,13 +186,13 @@ def test_command_on_a_card_that_fails(
     assert lines[-1].startswith("1 of ")
 
 
-@pytest.mark.parametrize("binding", ["native", "pyxrt"])
+@pytest.mark.usefixtures("pyxrt")
 def test_command_on_a_card_that_cannot_be_opened(
-    tmp_path: Path, emulated_cards: EmulatedCards, pyxrt: ModuleType, capsys: pytest.CaptureFixture[str], binding: str
+    tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """That is one finding, whose remedy does not advise the command that is running; other cards are worked."""
     folders = [str(tmp_path / "a"), str(tmp_path / "b")]
-    arguments = ["selftest", "--mib", "1", "--binding", binding, "--xclbin", str(emulated_cards.build.xclbin)]
+    arguments = ["selftest", "--mib", "1", "--binding", "pyxrt", "--xclbin", str(emulated_cards.build.xclbin)]
     assert main([*arguments, *folders, "--devices", "2", "1"]) == 1
     shown = capsys.readouterr().out
     failed = [line for line in shown.splitlines() if line.startswith("  FAIL")]
