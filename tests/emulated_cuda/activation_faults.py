@@ -1,6 +1,6 @@
 """Orders and failures of copies of activations, in a process that has the emulated device.
 
-``tests/emulated_cuda/test_activations.py`` runs this file.
+``tests/emulated_cuda/test_gpu_tests.py`` runs this file.
 """
 
 from __future__ import annotations
@@ -270,40 +270,28 @@ def interrupt_behind_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Direction, "record", interrupt)
 
 
-def test_an_interrupt_behind_the_start_of_a_copy_out(
-    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_an_interrupt_behind_the_start_of_a_copy(
+    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """The memory of the pool is not lent to others before the copy has run."""
+    """The memory of pool and device is not given to others before the copy has run. Backward can be run again."""
     with opened(tmp_path) as offloaded:
         choose_first(offloaded)
         await_that(lambda: whole(offloaded))
-        gate = driver.gate(streams[0])
+        graph = saved(offloaded) if way == "in" else None
+        gate = driver.gate(streams[way == "in"])
         interrupt_behind_start(monkeypatch)
         with pytest.raises(KeyboardInterrupt):
-            saved(offloaded)
+            gradient(*graph, retain=True) if graph else saved(offloaded)
         assert not whole(offloaded)
-        driver.open(gate)
-        await_that(lambda: whole(offloaded))
-        assert torch.equal(gradient(*saved(offloaded)), expected())
-
-
-def test_an_interrupt_behind_the_start_of_a_copy_in(
-    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The memory of the device is not given to others before the copy has run. Backward can be run again."""
-    with opened(tmp_path) as offloaded:
-        choose_first(offloaded)
-        x, loss = saved(offloaded)
-        gate = driver.gate(streams[1])
-        interrupt_behind_start(monkeypatch)
-        with pytest.raises(KeyboardInterrupt):
-            gradient(x, loss, retain=True)
         others = [torch.full((BLOCK // 4,), 5.0) for _ in range(ENTRIES)]
         torch.cuda.current_stream().synchronize()
         driver.open(gate)
-        driver.wait(streams[1])
+        driver.wait(streams[way == "in"])
         assert all(bool((other == 5).all()) for other in others)
-        assert torch.equal(gradient(x, loss), expected())
+        assert torch.equal(gradient(*(graph or saved(offloaded))), expected())
+        graph = None
+        await_that(lambda: whole(offloaded))
 
 
 def test_an_interrupt_when_the_host_waits_for_a_copy(

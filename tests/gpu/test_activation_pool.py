@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
-from lightning_smartinfinity.activations.tuning import tuner
-from lightning_smartinfinity.activations.tuning.choice import Profile
+from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, OffloadedActivations
 from tests.activations.chains import chain
 from tests.activations.models import everything, opened
 from tests.gpu.device_chains import (
@@ -47,6 +45,18 @@ def test_what_fits_into_the_pool_is_not_written(tmp_path: Path) -> None:
         assert (after.written_bytes, after.read_bytes) == (before.written_bytes, before.read_bytes)
 
 
+def slowly_saved(offloaded: OffloadedActivations) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an input, and a loss. Device and storage keep up with each operation, whatever is late."""
+    x = torch.randn(NUMEL, requires_grad=True)
+    with offloaded.forward(x):
+        y = x
+        for _ in range(LENGTH):
+            y = y.sin()
+            torch.cuda.current_stream().synchronize()
+            finish_writes_of_pool(offloaded)
+        return x, y.sum()
+
+
 @pytest.mark.parametrize("room", [LENGTH // 2, 4])
 def test_only_the_oldest_are_written(tmp_path: Path, room: int) -> None:
     """They are written and read back if the pool has no room for them, with an eighth of it to spare."""
@@ -54,17 +64,11 @@ def test_only_the_oldest_are_written(tmp_path: Path, room: int) -> None:
         choose_first(offloaded)
         before = offloaded.traffic()
         with offloaded._store.lock:
-            x = torch.randn(NUMEL, requires_grad=True)
-            with offloaded.forward(x):
-                y = x
-                for _ in range(LENGTH):
-                    y = y.sin()
-                    torch.cuda.current_stream().synchronize()
-                    finish_writes_of_pool(offloaded)  # storage keeps up, whatever is late
+            x, loss = slowly_saved(offloaded)
         written = offloaded.traffic().written_bytes - before.written_bytes
         # The first of the chain saves the batch, which stays.
         assert written == (LENGTH - 1 - room + room // 8) * NBYTES
-        assert_right(x, y.sum())
+        assert_right(x, loss)
         assert offloaded.traffic().read_bytes > before.read_bytes
 
 
@@ -82,30 +86,12 @@ def test_forwards_that_share_the_pool(tmp_path: Path) -> None:
             assert_right(*graph)
 
 
-def test_storage_that_is_slow(tmp_path: Path) -> None:
-    """With ``keep="auto"`` it does not matter how fast storage is where the pool has room for everything."""
-    with opened(tmp_path, everything(keep="auto", host_bytes=2 * LENGTH * NBYTES)) as offloaded:
-        throttle = Throttle(offloaded._store.files.tensors.core, offloaded._store.files.tensors._files.files)
-        throttle.bytes_per_second = 1e6
-        for _ in range(FIRST_SETTLED_FORWARD):
-            x = torch.randn(NUMEL, requires_grad=True)
-            with offloaded.forward(x):
-                loss = slow_chain(x)
-            loss.backward()
-        choice = offloaded.choice
-        assert choice is not None and choice.num_offloaded > 0
-        throttle.bytes_per_second = 0
-
-
 def test_times_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are those of the device, however far the host is ahead of it."""
     profiles = profiles_of(monkeypatch, kept=LENGTH)
     with opened(tmp_path, everything(host_bytes=2 * LENGTH * NBYTES)) as offloaded:
         for _ in range(3):
-            x = torch.randn(NUMEL, requires_grad=True)
-            with offloaded.forward(x):
-                loss = slow_chain(x)
-            loss.backward()
+            run(offloaded, slow_chain, torch.randn(NUMEL, requires_grad=True))[1].backward()
     (profile,) = profiles
     seconds = 0.9 * slow_seconds()
     assert [time > (number + 1) * seconds for number, time in enumerate(profile.times)] == LENGTH * [True]
@@ -121,10 +107,7 @@ def test_memory_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
         choose_first(offloaded)
 
         def step() -> None:
-            x = torch.randn(NUMEL, requires_grad=True)
-            with offloaded.forward(x):
-                loss = slow_chain(x)
-            loss.backward()
+            run(offloaded, slow_chain, torch.randn(NUMEL, requires_grad=True))[1].backward()
 
         def plain_step() -> None:
             slow_chain(torch.randn(NUMEL, requires_grad=True)).backward()
@@ -146,18 +129,6 @@ def peak(step: Callable[[], None]) -> int:
             most: int = torch.cuda.memory_stats()["active_bytes.all.peak"]
             return most - before
     raise AssertionError
-
-
-def test_sizes_that_change_are_measured_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The times of a larger batch are not those of a host that is ahead."""
-    profiles: list[Profile] = []
-    real = tuner.choose
-    monkeypatch.setattr(tuner, "choose", lambda profile, **kw: profiles.append(profile) or real(profile, **kw))
-    with opened(tmp_path, everything(host_bytes=4 * LENGTH * NBYTES)) as offloaded:
-        for number in range(8):
-            run(offloaded, slow_chain, torch.randn(NUMEL * (1 + (number > 3)), requires_grad=True))[1].backward()
-    least = 0.5 * LENGTH * slow_seconds()  # a host that is ahead takes far less, and others may use the machine
-    assert len(profiles) == 2 and all(each.forward_seconds > least < each.backward_seconds for each in profiles)
 
 
 def test_times_leave_out_waits_for_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,33 +160,16 @@ def test_small_cached_ones_make_room_for_large_ones(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         finish_writes_of_pool(offloaded)
         before = offloaded.traffic()
-        y = torch.randn(NUMEL, requires_grad=True)
-        with offloaded.forward(y):
-            z = y
-            for _ in range(LENGTH):
-                z = z.sin()
-                torch.cuda.synchronize()
-                finish_writes_of_pool(offloaded)  # storage keeps up
+        loss = slowly_saved(offloaded)[1]
         kept_for_room = offloaded.traffic().kept_for_room_bytes - before.kept_for_room_bytes
-        z.sum().backward()
+        loss.backward()
         kept.backward()
         assert kept_for_room <= 2 * NBYTES, kept_for_room / NBYTES
 
 
-def test_cached_entries_are_forgotten(tmp_path: Path) -> None:
-    """An old graph that lives on keeps nothing of the newer ones."""
+def test_nothing_grows_with_the_number_of_steps(tmp_path: Path) -> None:
+    """An old graph keeps nothing of the newer ones, nor do uses of a measured graph, or forwards without backward."""
     with opened(tmp_path, everything(host_bytes=3 * LENGTH * NBYTES)) as offloaded:
-        choose_first(offloaded)
-        kept = saved(offloaded)  # a graph that lives on
-        for _ in range(20):
-            assert_right(*saved(offloaded))
-        assert len(offloaded._store.writes._cached) <= 2 * LENGTH
-        assert_right(*kept)
-
-
-def test_a_measured_graph_that_is_used_often(tmp_path: Path) -> None:
-    """A measured graph takes no more memory each time that it is used."""
-    with opened(tmp_path, everything(host_bytes=2 * LENGTH * NBYTES)) as offloaded:
         assert_right(*saved(offloaded))
         x, loss = saved(offloaded)
         for _ in range(10):
@@ -223,16 +177,16 @@ def test_a_measured_graph_that_is_used_often(tmp_path: Path) -> None:
             torch.cuda.synchronize()
         assert len(offloaded._last.clock._waits) <= 2 * LENGTH  # type: ignore[union-attr]
         assert len(offloaded._store._rates.copies_in._copies) <= 2 * LENGTH
-
-
-def test_measured_forwards_without_backward(tmp_path: Path) -> None:
-    """Copies whose times were taken are looked at although nothing is learnt from them."""
-    with opened(tmp_path, everything(host_bytes=2 * LENGTH * NBYTES)) as offloaded:
-        assert_right(*saved(offloaded))
-        for _ in range(20):
+        for _ in range(10):
             saved(offloaded)
             torch.cuda.synchronize()
         assert len(offloaded._store._rates.copies_out._copies) <= 2 * LENGTH
+        choose_first(offloaded)
+        kept = saved(offloaded)  # a graph that lives on
+        for _ in range(10):
+            assert_right(*saved(offloaded))
+        assert len(offloaded._store.writes._cached) <= 2 * LENGTH
+        assert_right(*kept)
 
 
 def test_cached_ones_stay_within_storage_bytes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,8 +72,7 @@ def test_partition_on_the_device(tmp_path: Path, link: CudaLink, dtype: torch.dt
     run.close()
 
 
-@pytest.mark.parametrize("arena_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("arena_dtype", "dtype"), [*zip(DTYPES, DTYPES, strict=True), *itertools.pairwise(DTYPES)])
 def test_gradients_from_the_device(link: CudaLink, arena_dtype: torch.dtype, dtype: torch.dtype) -> None:
     """First and later gradients from several streams, some from the host, give the host's bits."""
     layout = layout_of(Case(shapes=((1_200_000, 1, 0, 0), (7, 0, 0, 0)), tasklet_bytes=1 << 20))
@@ -87,16 +87,9 @@ def test_gradients_from_the_device(link: CudaLink, arena_dtype: torch.dtype, dty
                 device.arrive(index, values if number == 2 else values.cuda())
     assert device.sum_of_squares() == host.sum_of_squares()
     assert torch.equal(device.buffer, host.buffer)
+    assert link.device.registration_failure == "" and device.buffer.is_pinned()
     device.close()
-
-
-def test_the_arena_is_registered(link: CudaLink) -> None:
-    """Torch sees pinned memory until the arena is closed."""
-    arena = GradientArena(layout_of(Case()), link=link)
-    assert link.device.registration_failure == ""
-    assert arena.buffer.is_pinned()
-    arena.close()
-    assert not arena.buffer.is_pinned()
+    assert not device.buffer.is_pinned()
 
 
 def test_arrivals_do_not_wait_for_a_busy_stream(link: CudaLink) -> None:
