@@ -81,57 +81,6 @@ def test_every_call_is_checked(fake_cuda: FakeCuda, call: str) -> None:
     use_everything()
 
 
-def test_copies_follow_their_stream(fake_cuda: FakeCuda) -> None:
-    """A copy from registered memory returns at once and runs in its stream's order.
-
-    An event stands for its latest record.
-    """
-    device = CudaDevice(0)
-    host = HostBuffer(4096)
-    assert host.register(device)
-    values = np.frombuffer(host.memoryview(), np.float32)
-    values[:] = 3.0
-    on_device = np.zeros(1024, np.float32)
-    user = fake_cuda.stream()
-    gate = fake_cuda.gate(user)
-    event = CudaEvent(device)
-    event.synchronize()  # it was never recorded
-    event.record(user)
-    device.copy_to_device(device=on_device.ctypes.data, host=host.address, nbytes=4096, stream=user)
-    event.record(user)
-    assert not on_device.any() and not event.done()
-    fake_cuda.open(gate)
-    event.synchronize()
-    assert event.done()
-    assert (on_device == 3.0).all()
-    on_device[:] = 5.0
-    device.copy_to_host(host=host.address, device=on_device.ctypes.data, nbytes=4096, stream=user)
-    event.record(user)
-    event.synchronize()
-    assert (values == 5.0).all()
-    fake_cuda.destroy(user)
-
-
-def test_registration_ends_before_the_memory(fake_cuda: FakeCuda) -> None:
-    """Memory is unregistered by unregister(), or with the last reference before it is unmapped."""
-    device = CudaDevice(0)
-    first, second = HostBuffer(10_000), HostBuffer(4 << 20)
-    assert first.register(device) and second.register(device)
-    with pytest.raises(ValueError, match="registered already"):
-        first.register(device)
-    first.unregister()
-    first.unregister()
-    assert fake_cuda.held()["registered"] == 1
-    view = second.memoryview()
-    del second
-    gc.collect()
-    assert fake_cuda.held()["registered"] == 1
-    del view
-    gc.collect()
-    assert fake_cuda.held()["registered"] == 0
-    assert not fake_cuda.unmapped
-
-
 def test_a_pool_registers_what_it_lends(fake_cuda: FakeCuda) -> None:
     """A pool's memory is registered while it is lent or idle within the limit, and lent as usual if it cannot be."""
     device = CudaDevice(0)

@@ -180,21 +180,6 @@ def test_a_disk_that_lies(tmp_path: Path, faults: dict[str, int], kinds: set[str
     assert failure is not None and failure.kind in kinds, failure
 
 
-@pytest.mark.parametrize(("seed", "which"), [(seed, which) for seed in range(6) for which in ("read", "write")])
-def test_error_in_the_middle(tmp_path: Path, seed: int, which: str) -> None:
-    """EIO with other transfers in flight is reported with errno, and the old place stays intact."""
-    state, arrays = stored(tmp_path, num_buffers=3, io_threads=3, compute_threads=2)
-    at = {f"fail_{which}_at": seed % state.num_tasklets}
-    with state:
-        inject(state.pipeline, seed=seed, max_delay_us=500, short_transfer_every=seed % 3, **at)
-        failure, _ = update(state)
-        assert failure is not None
-        assert (failure.kind, failure.errno, failure.path) == ("io", errno.EIO, str(state.paths[0]))
-        assert state.pipeline.finish() is None
-        assert_same(state.read(), arrays)
-        assert update(state)[0] is None
-
-
 @pytest.mark.parametrize("which", ["read", "write"])
 def test_interrupted_transfer(tmp_path: Path, which: str) -> None:
     """A transfer interrupted by EINTR is repeated without a failure."""

@@ -15,8 +15,6 @@ from tests.helpers.golden import DTYPES, encode
 from tests.helpers.native_testing import (
     InstructionSet,
     encode_gradient,
-    select_instruction_set,
-    supported_instruction_sets,
 )
 from tests.helpers.payload import BLOCK, expand
 from tests.helpers.update_rules import Floats
@@ -81,17 +79,6 @@ def test_patterns(pattern: str, ratio: float) -> None:
     payload = compressing.encode(TopK(ratio=ratio))
     assert payload == top_k(compressing.source, ratio)
     assert ratio == 1 or np.frombuffer(payload, np.uint32, 16)[4] <= math.ceil(ratio * 300_007)
-
-
-@pytest.mark.parametrize("ratio", [0.001, 0.3])
-@pytest.mark.parametrize("pattern", ["normal", "ties", "special", "in_one_place"])
-def test_bits_do_not_depend_on_the_instruction_set(pattern: str, ratio: float) -> None:
-    compressing = Compressing(PATTERNS[pattern](100_003), residual=normal(100_003), scale=8)
-    payloads = set()
-    for choice in supported_instruction_sets():
-        select_instruction_set(choice)
-        payloads |= {compressing.encode(TopK(ratio=ratio)), compressing.encode(TopK(ratio=ratio, exact=False))}
-    assert len(payloads) == 1 + (ratio == 0.3)
 
 
 @pytest.mark.parametrize("value_dtype", [None, *DTYPES])
@@ -189,13 +176,6 @@ def test_exact_by_elements_that_mislead() -> None:
     assert compressing.encode(TopK(ratio=ratio)) == top_k(compressing.source, ratio)
     everywhere = Compressing(np.where(np.arange(numel) % 2 == 0, gradient, 0).astype(np.float32))
     assert everywhere.encode(TopK(ratio=ratio)) == top_k(everywhere.source, ratio)
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [(DType.BFLOAT16, 0.045), (DType.FLOAT16, 0.045), (DType.FLOAT32, 0.065)])
-def test_bytes_of_the_top_percent(dtype: DType, bound: float) -> None:
-    codec = TopK(ratio=0.01, value_dtype=dtype)
-    assert codec.payload_bytes(1 << 20) <= bound * (1 << 20)
-    assert len(Compressing(normal(1 << 20)).encode(codec)) == codec.payload_bytes(1 << 20)
 
 
 @pytest.mark.parametrize("ratio", [0.0, -0.1, 1.0001, math.nan, math.inf])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -106,21 +105,3 @@ def test_damaged(change: Callable[[Array], object] | int, message: str) -> None:
         change(payload)
     with pytest.raises(ValueError, match=message):
         decoded(payload.tobytes(), 1_000)
-
-
-def test_random_damage() -> None:
-    """A randomly damaged payload is refused or decodes to finite numbers."""
-    random, numel = np.random.default_rng(0), 1_000
-    whole = np.frombuffer(Compressing(random_gradient(numel)).encode(BlockScaled()), np.uint8)
-    outcomes = set()
-    for _ in range(400):
-        payload = whole.copy()
-        end = 128 if random.integers(2) else payload.size
-        payload[random.integers(32 if random.integers(2) else 0, end, random.integers(1, 4))] = random.integers(256)
-        try:
-            assert math.isfinite(decoded(payload.tobytes(), numel).sum())
-        except ValueError as error:
-            outcomes.add("code" if "code -128" in str(error) else "exponent" if "exponent " in str(error) else "header")
-        else:
-            outcomes.add("read")
-    assert outcomes >= {"read", "exponent", "header"}

@@ -249,26 +249,6 @@ def test_a_batch_in_any_order_that_grows(tmp_path: Path, seed: int) -> None:
         assert_same(state.read(), expected)
 
 
-@pytest.mark.parametrize("asks_by", ["waiting", "preferring"])
-def test_what_somebody_needs_is_begun_first(tmp_path: Path, asks_by: str) -> None:
-    """A tasklet that is waited for or preferred is worked before most tasklets in front of it are read."""
-    gradient, parameter = normals(9), np.full(NUMEL, -7, np.float32)
-    with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
-        state.write(*initial())
-        before = state.pipeline.counters().read_calls
-        inject(state.pipeline, seed=1, max_delay_us=60_000)
-        tasklets = state.tasklets([Run(0, NUMEL, 0, gradient, parameter=parameter)])
-        last = state.num_tasklets - 1
-        state.pipeline.submit(Batch(Operation.UPDATE, tasklets, STEPS[:1]))
-        if asks_by == "waiting":
-            assert state.pipeline.wait_for([last]) is None
-        else:
-            state.pipeline.prefer([last])
-            assert state.pipeline.wait(last, last + 1) is None
-        assert state.pipeline.counters().read_calls - before < last // 2
-        state.pipeline.stop()
-
-
 def test_only_listed_tasklets_can_be_preferred(tmp_path: Path) -> None:
     """A number beyond the batch is refused. Without a batch prefer() does nothing."""
     with StoredState(tmp_path, NUMEL, 2048) as state:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.native import TransferSchedule
-from lightning_smartinfinity.storage.spread import apportion, interleave
 from tests.helpers.native_testing import extend_resident
 
 sizes = st.integers(0, 12)
@@ -212,42 +211,3 @@ def test_bad_arguments() -> None:
         schedule.done("erase", 0)
     with pytest.raises(IndexError):
         schedule.parameters_out(1)
-
-
-def seconds_of_a_step(devices: list[int], seconds: list[float], *, num_buffers: int) -> float:
-    """Return the duration of a step in virtual time.
-
-    Each device reads and writes one tasklet at a time. Computing takes no time.
-
-    Args:
-        devices: Device of each tasklet.
-        seconds: Seconds in which each device reads or writes a tasklet.
-        num_buffers: Buffers of the ring.
-    """
-    schedule = TransferSchedule(len(devices), num_buffers, reads=True, writes=True)
-    free_at, now = [0.0] * len(seconds), 0.0
-    in_flight: list[tuple[float, str, int]] = []
-    while not schedule.finished:
-        for work, tasklet, _ in schedule.next():
-            device = devices[tasklet]
-            if work != "compute":
-                free_at[device] = max(free_at[device], now) + seconds[device]
-            in_flight.append((now if work == "compute" else free_at[device], work, tasklet))
-        in_flight.sort()
-        now, work, tasklet = in_flight.pop(0)
-        schedule.done(work, tasklet)
-    return now
-
-
-@pytest.mark.parametrize("slowness", [1, 2, 5, 20])
-@pytest.mark.parametrize("num_buffers", [4, 16])
-def test_a_slow_device_holds_up_nobody(slowness: int, num_buffers: int) -> None:
-    """A step takes as long as the slowest device needs for its own tasklets, with equal and proportional shares.
-
-    A slow device with as many tasklets as the others comes to hold all buffers, but then the step lasts as long as that
-    device's part of it anyway.
-    """
-    seconds = [1.0, float(slowness)]
-    for counts in (apportion([1, 1], 120), apportion([slowness, 1], 120)):
-        alone = max(2 * count * each for count, each in zip(counts, seconds, strict=True))
-        assert alone <= seconds_of_a_step(interleave(counts).tolist(), seconds, num_buffers=num_buffers) < 1.1 * alone

@@ -223,18 +223,6 @@ def test_a_write_that_was_cut_short_is_not_cancelled(tmp_path: Path) -> None:
     setup.store.close()
 
 
-def test_many_writes_of_the_same_blocks(setup: Setup) -> None:
-    """A wait behind many requests, each of which waits for all before it, begins at once."""
-    extent, hold = setup.store.allocate(BLOCK), Hold(setup.store, write_at=0)
-    memory, values = setup.content(BLOCK, seed=1)
-    tickets = [setup.write(extent, memory, io_class=IoClass.BACKGROUND) for _ in range(64)]
-    with interrupted():
-        setup.wait_for(tickets[-1])
-    hold.release()
-    assert [setup.wait_for(ticket) for ticket in tickets] == [None] * len(tickets)
-    np.testing.assert_array_equal(setup.found(extent), values)
-
-
 def test_urgent_requests_go_first(tmp_path: Path) -> None:
     """Requests start in the order of their classes, and the scheduler tells who waited for whom."""
     setup = Setup(tmp_path, in_flight_bytes=BLOCK)
