@@ -12,7 +12,6 @@ import pytest
 
 from lightning_smartinfinity.errors import (
     ConfigError,
-    StorageCorruptError,
     StorageError,
     StorageFullError,
 )
@@ -199,16 +198,6 @@ def test_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         create([tmp_path / "new"])
     assert "remount" in caught.value.remedy
     assert tree(tmp_path) == set()
-
-
-def test_folder_of_something_else(tmp_path: Path) -> None:
-    """A manifest that is not ours is refused, not deleted as a leftover."""
-    folder = tmp_path / "default" / "rank-00000"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text('{"name": "somebody else\'s"}')
-    with pytest.raises(StorageCorruptError, match="not a readable manifest"):
-        create([tmp_path])
-    assert (folder / "manifest.json").exists()
 
 
 def test_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
