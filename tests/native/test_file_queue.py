@@ -88,26 +88,26 @@ def test_reading_past_the_end(file: StateFile) -> None:
 def test_what_cannot_be_transferred_is_refused(file: StateFile) -> None:
     """Bad arguments, unknown tickets, and a closed queue or file are refused, and nothing is in flight."""
     queue, (memory, _) = FileQueue(), buffer(2 * BLOCK)
-    with pytest.raises(ValueError, match="no bytes"):
-        queue.read(file, offset=0, address=memory.address, nbytes=0)
-    if file.direct:
-        for offset, address, nbytes in ((1, 0, BLOCK), (0, 8, BLOCK), (0, 0, 100)):
-            with pytest.raises(ValueError, match="whole blocks"):
-                queue.write(file, offset=offset, address=memory.address + address, nbytes=nbytes)
-    ticket = queue.read(file, offset=0, address=memory.address, nbytes=BLOCK)
+
+    def read(queue: FileQueue = queue, offset: int = 0, address: int = 0, nbytes: int = BLOCK) -> int:
+        return queue.read(file, offset=offset, address=memory.address + address, nbytes=nbytes)
+
+    ticket = read()
     assert [queue.wait(ticket), queue.wait(ticket)] == [None, None]
-    with pytest.raises(ValueError, match="no ticket"):
-        queue.wait(ticket + 1)
-    with pytest.raises(ValueError, match="io_threads"):
-        FileQueue(io_threads=0)
-    queue.close()
-    queue.close()
-    with pytest.raises(ValueError, match="closed"):
-        queue.read(file, offset=0, address=memory.address, nbytes=BLOCK)
+    in_blocks = [{"offset": 1}, {"address": 8}, {"nbytes": 100}] if file.direct else []
+    for call, problem in (
+        (lambda: read(nbytes=0), "no bytes"),
+        *((lambda part=part: read(**part), "whole blocks") for part in in_blocks),
+        (lambda: queue.wait(ticket + 1), "no ticket"),
+        (lambda: FileQueue(io_threads=0), "io_threads"),
+        (lambda: [queue.close(), queue.close(), read()], "closed"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            call()
     assert queue.counters().read_bytes == BLOCK
     file.close()
     with pytest.raises(RuntimeError, match="closed"):
-        FileQueue().read(file, offset=0, address=memory.address, nbytes=BLOCK)
+        read(FileQueue())
 
 
 def test_closing_waits_for_what_is_in_flight(file: StateFile) -> None:

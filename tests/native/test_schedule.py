@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,22 +194,23 @@ def test_the_ring_is_used(num_tasklets: int, data: st.DataObject) -> None:
         simulation.start()
 
 
-@pytest.mark.parametrize(("action", "tasklet"), [("compute", 0), ("write", 0), ("read", 1), ("read", 7)])
-def test_an_action_that_is_not_in_flight(action: str, tasklet: int) -> None:
-    """An action that is not in flight cannot end."""
+@pytest.mark.parametrize(
+    ("call", "error", "problem"),
+    [
+        *(
+            (lambda schedule, ended=ended: schedule.done(*ended), ValueError, f"tasklet {ended[1]}")
+            for ended in (("compute", 0), ("write", 0), ("read", 1), ("read", 7))
+        ),
+        (lambda schedule: schedule.done("erase", 0), ValueError, "unknown action erase"),
+        (lambda schedule: schedule.parameters_out(2), IndexError, ""),
+        (lambda _: TransferSchedule(1, 0, reads=True, writes=True), ValueError, "num_buffers"),
+    ],
+)
+def test_what_cannot_be(call: Callable[[TransferSchedule], object], error: type[Exception], problem: str) -> None:
+    """An action that is not in flight cannot end. Unknown ones, other tasklets and empty rings are refused."""
     schedule = TransferSchedule(2, 1, reads=True, writes=True)
     assert schedule.next() == [("read", 0, 0)]
-    with pytest.raises(ValueError, match=f"tasklet {tasklet}"):
-        schedule.done(action, tasklet)
-
-
-def test_bad_arguments() -> None:
-    """A ring without buffers, an unknown action and a tasklet outside the batch are refused."""
-    with pytest.raises(ValueError, match="num_buffers"):
-        TransferSchedule(1, 0, reads=True, writes=True)
+    with pytest.raises(error) as caught:
+        call(schedule)
+    assert problem in str(caught.value)
     assert TransferSchedule(0, 2, reads=True, writes=True).finished
-    schedule = TransferSchedule(1, 1, reads=True, writes=True)
-    with pytest.raises(ValueError, match="unknown action erase"):
-        schedule.done("erase", 0)
-    with pytest.raises(IndexError):
-        schedule.parameters_out(1)

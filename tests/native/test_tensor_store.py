@@ -292,8 +292,6 @@ def test_a_place_that_is_free_already(setup: Setup) -> None:
     assert free is not None and free.nbytes == 2 * BLOCK
     assert free.offset == 2 * BLOCK and setup.store.taken_bytes == 6 * BLOCK
     assert setup.store.allocate_free(STEP) is None and len(extents) == 2
-    with pytest.raises(ValueError, match="no bytes"):
-        setup.store.allocate_free(0)
 
 
 def test_files_keep_the_length_that_is_asked_for(setup: Setup) -> None:
@@ -326,17 +324,21 @@ def test_what_cannot_be_transferred_is_refused(setup: Setup) -> None:
     """Only whole blocks inside an extent are transferred, and nothing after close()."""
     extent, (memory, _) = setup.store.allocate(BLOCK + 1), setup.content(4 * BLOCK)
     assert extent.nbytes == 2 * BLOCK
-    for offset, nbytes in ((0, 3 * BLOCK), (BLOCK, 2 * BLOCK), (1, BLOCK), (0, 5), (3 * BLOCK, BLOCK)):
-        with pytest.raises(ValueError, match="not whole blocks"):
-            setup.store.read(extent, offset=offset, address=memory.address, nbytes=nbytes)
-    with pytest.raises(ValueError, match="no bytes"):
-        setup.store.allocate(0)
-    with pytest.raises(ValueError, match="no files"):
-        TensorStore([])
-    setup.store.close()
-    setup.store.close()
-    with pytest.raises(ValueError, match="closed"):
-        setup.read(extent, memory)
+
+    def read(offset: int, nbytes: int) -> int:
+        return setup.store.read(extent, offset=offset, address=memory.address, nbytes=nbytes)
+
+    parts = ((0, 3 * BLOCK), (BLOCK, 2 * BLOCK), (1, BLOCK), (0, 5), (3 * BLOCK, BLOCK))
+    for call, problem in (
+        *((lambda part=part: read(*part), "not whole blocks") for part in parts),
+        (lambda: setup.store.allocate(0), "no bytes"),
+        (lambda: setup.store.allocate_free(0), "no bytes"),
+        (lambda: setup.pool.take(0), "no bytes"),
+        (lambda: TensorStore([]), "no files"),
+        (lambda: [setup.store.close(), setup.store.close(), read(0, BLOCK)], "closed"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            call()
 
 
 def test_a_forked_child_leaves_it_alone(setup: Setup) -> None:
@@ -391,15 +393,12 @@ def test_idle_memory_stays_within_the_limit() -> None:
     assert pool.nbytes <= pool.limit
     pool.limit = 0
     assert pool.nbytes == 0
-    with pytest.raises(ValueError, match="no bytes"):
-        pool.take(0)
 
 
-def test_a_slow_file_beside_a_fast_one(tmp_path: Path) -> None:
+def test_a_slow_file_beside_a_fast_one(setup: Setup) -> None:
     """A read beside which many short ones have ended, with pauses between them, counts no time twice."""
-    setup = Setup(tmp_path)
     extents = [setup.written(nbytes, seed=1)[0] for nbytes in (PART, BLOCK)]
-    for extent, rate in zip(extents, (8e6, 2e6), strict=True):
+    for extent, rate in zip(extents, (3e6, 2e6), strict=True):
         file = setup.files[setup.paths.index(Path(extent.path))]
         Throttle(setup.store, [file]).bytes_per_second = rate
     (slow, _), (fast, _) = setup.content(PART), setup.content(BLOCK)
