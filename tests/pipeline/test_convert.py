@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,55 +54,64 @@ def test_there_and_back(tmp_path: Path, state_format: str) -> None:
         assert_equal(opened(tmp_path / folder, variant, state["partition"]), state)
 
 
-def test_what_cannot_be_converted(tmp_path: Path) -> None:
-    """Unknown formats, remainders without bf16 and missing stores are refused, and nothing is left behind."""
-    kept(tmp_path, Case())
-    source, into = [tmp_path / "disk0"], [tmp_path / "new"]
-    with pytest.raises(ConfigError, match=r"'int2'.*unknown"):
-        convert_store(source, into, state_format="int2")
-    with pytest.raises(ConfigError, match="needs parameters in bf16; these are in float32"):
-        convert_store(source, into, state_format="int8_remainder")
-    with pytest.raises(StorageError, match="no optimizer state"):
-        convert_store(source, into, state_format="bf16", rank=1)
-    with pytest.raises(StorageError, match=r"Looking for optimizer state in .*/other"):
-        convert_store(source, into, state_format="bf16", job="other")
-    with pytest.raises(ConfigError, match="tasklet_bytes=100"):
-        convert_store(source, into, state_format="bf16", tasklet_bytes=100)
-    for folders in (source, [tmp_path / "x" / ".." / "disk0"]):
-        with pytest.raises(ConfigError, match=r"convert_store\(.*disk0' twice"):
-            convert_store(source, folders, state_format="bf16")
-    with pytest.raises(ConfigError, match="into=\\[\\]"):
-        convert_store(source, [], state_format="bf16")
-    assert not into[0].exists()
-    recover_store(source).close(remove=True)
-
-
-def test_damaged_source(tmp_path: Path) -> None:
-    """A flipped bit in the source is found while reading, and the new store is removed."""
-    kept(tmp_path, Case())
-    path = next(tmp_path.rglob("state.bin"))
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    content[len(content) // 2 + 100] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(StorageError, match="does not match its checksum"):
-        convert_store([tmp_path / "disk0"], [tmp_path / "new"], state_format="int8")
-    assert list((tmp_path / "new").iterdir()) == []
-
-
 @pytest.mark.parametrize(
-    "change", [{"numel": 1 << 70}, {"numel": 1, "real_numel": 0}, {"sub_group": 5}, {"real_numel": -1}, {"group": "x"}]
+    ("asked", "error", "told"),
+    [
+        ({"state_format": "int2"}, ConfigError, r"'int2'.*unknown"),
+        ({"state_format": "int8_remainder"}, ConfigError, "needs parameters in bf16; these are in float32"),
+        ({"rank": 1}, StorageError, "no optimizer state"),
+        ({"job": "other"}, StorageError, r"Looking for optimizer state in .*/other"),
+        ({"tasklet_bytes": 100}, ConfigError, "tasklet_bytes=100"),
+        ({"into": "disk0"}, ConfigError, r"convert_store\(.*disk0' twice"),
+        ({"into": "x/../disk0"}, ConfigError, r"convert_store\(.*disk0' twice"),
+        ({"into": None}, ConfigError, r"into=\[\]"),
+    ],
 )
-def test_manifest_that_does_not_fit(tmp_path: Path, change: dict[str, Any]) -> None:
-    """A manifest that does not describe the stored parameters is refused, and nothing is created."""
+def test_what_cannot_be_converted(tmp_path: Path, asked: dict[str, Any], error: type[Exception], told: str) -> None:
+    """Unknown formats, remainders without bf16, missing stores and wrong folders are refused, and nothing is made."""
     kept(tmp_path, Case())
-    path = next(tmp_path.rglob("manifest.json"))
+    settings = {"state_format": "bf16", "into": "new", **asked}
+    into = settings.pop("into")
+    with pytest.raises(error, match=told):
+        convert_store([tmp_path / "disk0"], [tmp_path / into] if into else [], **settings)
+    assert not (tmp_path / "new").exists()
+    recover_store([tmp_path / "disk0"]).close(remove=True)
+
+
+def flip_bits(folder: Path) -> None:
+    path = next(folder.rglob("state.bin"))
+    content = bytearray(path.read_bytes())
+    for offset in (100, len(content) // 2 + 100):
+        content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def describe_otherwise(folder: Path, **change: object) -> None:
+    path = next(folder.rglob("manifest.json"))
     manifest = json.loads(path.read_text())
     manifest["parameters"][1] |= change
     path.write_bytes(manifest_with(manifest))
-    with pytest.raises(StorageCorruptError, match="does not describe the parameters"):
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_bits,
+        *(
+            partial(describe_otherwise, **change)
+            for change in ({"numel": 1 << 70}, {"numel": 1, "real_numel": 0}, {"sub_group": 5}, {"real_numel": -1})
+        ),
+        partial(describe_otherwise, group="x"),
+    ],
+)
+def test_damaged_sources(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """A flipped bit, and a manifest that does not describe the stored parameters, are found; nothing new is left."""
+    kept(tmp_path, Case())
+    damage(tmp_path)
+    told = "does not match its checksum" if damage is flip_bits else "does not describe the parameters"
+    with pytest.raises(StorageCorruptError, match=told):
         convert_store([tmp_path / "disk0"], [tmp_path / "new"], state_format="int8")
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new").exists() or list((tmp_path / "new").iterdir()) == []
 
 
 @pytest.mark.parametrize("other", FORMATS)

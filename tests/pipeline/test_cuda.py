@@ -104,35 +104,23 @@ def test_fp32_parameters_on_the_device_are_the_masters(
     assert is_master == (dtype == torch.float32)
 
 
-def test_the_users_stream_sees_updated_parameters_after_wait(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
-    """Work on the user's stream after wait() runs after the copies, although the host has not waited for them."""
-    run = start(Case())
-    expected = [tensor.clone() for tensor in _stepped(start)]
+def test_copies_and_the_users_stream_are_in_order(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """The user's stream reads old parameters before an update, updated ones after wait(), and so before a rollback.
+
+    The host has waited for none of the copies.
+    """
+    stepped, run = start(Case()), start(Case())
+    stepped.step(1)
+    before, plan = torch.cat(run.partition), run.collect(1)
+    seen_before = [link.copy(tensor, us=30_000) for tensor in run.partition]
     link.fake.delay(5, 20_000)
-    run.handler.begin_step(run.collect(1))
-    run.handler.step.wait()
-    seen = [link.copy(tensor) for tensor in run.partition]
-    link.fake.wait(link.user_stream)
-    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
-    run.handler.commit()
-
-
-def _stepped(start: Callable[[Case], CudaRun]) -> list[torch.Tensor]:
-    run = start(Case())
-    run.step(1)
-    return run.partition
-
-
-def test_copies_run_after_what_the_users_stream_still_reads(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
-    """A forward pass still running when the step begins reads the old parameters."""
-    run = start(Case())
-    before = [tensor.clone() for tensor in run.partition]
-    plan = run.collect(1)
-    seen = [link.copy(tensor, us=30_000) for tensor in run.partition]
     run.handler.begin_step(plan)
-    run.handler.commit()
-    assert all(torch.equal(a, b) for a, b in zip(seen, before, strict=True))
-    assert not torch.equal(run.partition[0], before[0])
+    run.handler.step.wait()
+    seen = [link.copy(tensor, us=30_000) for tensor in run.partition]
+    run.handler.roll_back()
+    link.fake.wait(link.user_stream)
+    assert torch.equal(torch.cat(seen_before), before) and torch.equal(torch.cat(run.partition), before)
+    assert torch.equal(torch.cat(seen), torch.cat(stepped.partition)) and not torch.equal(torch.cat(seen), before)
 
 
 def test_copies_run_after_what_the_users_stream_still_writes(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
@@ -145,22 +133,6 @@ def test_copies_run_after_what_the_users_stream_still_writes(start: Callable[[Ca
     run.handler.begin_step(plan)
     run.handler.commit()
     assert all((tensor - 3.0).abs().max() < 0.5 for tensor in run.partition)
-
-
-def test_a_rollback_runs_after_what_the_users_stream_still_reads(
-    start: Callable[[Case], CudaRun], link: FakeLink
-) -> None:
-    """What was to read the updated parameters reads them, although they are rolled back meanwhile."""
-    run = start(Case())
-    expected = [tensor.clone() for tensor in _stepped(start)]
-    before = [tensor.clone() for tensor in run.partition]
-    run.handler.begin_step(run.collect(1))
-    run.handler.step.wait()
-    seen = [link.copy(tensor, us=30_000) for tensor in run.partition]
-    run.handler.roll_back()
-    link.fake.wait(link.user_stream)
-    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(run.partition, before, strict=True))
 
 
 def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
@@ -365,7 +337,10 @@ def test_a_failure_within_backward(start: Callable[[Case], CudaRun], link: FakeL
 def test_no_step_waits_for_the_device_as_a_whole(
     start: Callable[[Case], CudaRun], link: FakeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backward waits for nothing, the norm for one event, and the update for the events of its tasklets."""
+    """Backward waits for nothing, the norm for one event, and the update for the events of its tasklets.
+
+    Parameters of a tasklet that are side by side in memory travel as one copy.
+    """
 
     def refuse(*args: object) -> None:
         raise AssertionError("a device-wide wait")
@@ -385,41 +360,43 @@ def test_no_step_waits_for_the_device_as_a_whole(
     assert not set(calls) & set(SYNCHRONOUS)
     assert calls.count("cuEventSynchronize") <= 2 + 3 * len(run.layout.tasklets)
     assert calls.count("cuMemcpyHtoDAsync_v2") >= len(run.layout.tasklets)
-
-
-def test_neighbours_in_memory_travel_as_one_copy(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
-    """The parameters of a tasklet that lie side by side in memory are copied together."""
-    run = start(Case(shapes=((3, 0, 0, 0),) * 200, dtype=torch.bfloat16))
+    small = start(Case(shapes=((3, 0, 0, 0),) * 200, dtype=torch.bfloat16))
     link.fake.clear()
-    run.handler.begin_step(run.collect(1))
-    run.handler.roll_back()
-    assert len(run.layout.tasklets) == 1
+    small.handler.begin_step(small.collect(1))
+    small.handler.roll_back()
     # Two of three neighbours have a gradient, and both are in one parameter group.
     assert link.fake.calls().count("cuMemcpyHtoDAsync_v2") <= 2 * 67
 
 
-def test_a_refused_copy_ends_the_step_and_rolls_back(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
-    """A refused copy raises the driver's error. After the rollback, training continues with the same bits."""
+REFUSED_COPY = r"tasklet \d+ failed: cuMemcpyHtoDAsync_v2 .*\(2\): out of memory"
+TRAVEL_FAULTS: dict[str, tuple[Callable[[CudaRun, int], None], type[Exception], str]] = {
+    "a refused copy": (
+        lambda run, number: run.link.fake.fail("cuMemcpyHtoDAsync_v2", skipped=3 * number),
+        CudaError,
+        REFUSED_COPY,
+    ),
+    "a read": (lambda run, number: inject(run.device.pipeline, fail_read_at=3 + number), StorageError, "tasklet"),
+    "a write": (lambda run, number: inject(run.device.pipeline, fail_write_at=3 + number), StorageError, "tasklet"),
+}
+
+
+@pytest.mark.parametrize("name", TRAVEL_FAULTS)
+def test_what_fails_while_parameters_travel(start: Callable[[Case], CudaRun], link: FakeLink, name: str) -> None:
+    """The commit raises the error, no slot is used again before the copies from it have ended, and nothing changes."""
+    fail, error, told = TRAVEL_FAULTS[name]
     run = start(SMALL_RING)
-    expected = _three_steps(start)
     before = run.state()
-    link.fake.delay(3, 1_000)
-    for skipped in (0, 1, 7):
-        plan = run.collect(0)
-        link.fake.fail("cuMemcpyHtoDAsync_v2", skipped=skipped)
+    link.fake.delay(9, 3_000)
+    for number in range(3):
+        plan = run.collect(number)
+        fail(run, number)
         run.handler.begin_step(plan)
-        with pytest.raises(CudaError, match=r"tasklet \d+ failed: cuMemcpyHtoDAsync_v2 .*\(2\): out of memory"):
+        with pytest.raises(error, match=told):
             run.handler.commit()
+        inject(run.device.pipeline)
         run.handler.roll_back()
         assert_equal(run.state(), before)
-    run.steps(range(3))
-    assert_equal(run.state(), expected)
-
-
-def _three_steps(start: Callable[[Case], CudaRun]) -> dict[str, torch.Tensor]:
-    run = start(SMALL_RING)
-    run.steps(range(3))
-    return run.state()
+    run.step(3)
 
 
 @pytest.mark.parametrize("skipped", [0, 3, 8])
@@ -452,22 +429,6 @@ def test_a_lost_gradient_is_reported_where_it_is_read(link: FakeLink) -> None:
         arena.sum_of_squares()
     arena.close()
     assert link.fake.held()["registered"] == 0
-
-
-@pytest.mark.parametrize("fault", ["fail_read_at", "fail_write_at"])
-def test_storage_fails_while_parameters_travel(start: Callable[[Case], CudaRun], link: FakeLink, fault: str) -> None:
-    """Storage failures do not let a slot be reused before the copies from it have ended."""
-    run = start(SMALL_RING)
-    before = run.state()
-    link.fake.delay(9, 3_000)
-    for number in range(4):
-        inject(run.device.pipeline, seed=number, max_delay_us=300, **{fault: 3 + number})
-        run.handler.begin_step(run.collect(number))
-        with pytest.raises(StorageError, match="tasklet"):
-            run.handler.commit()
-        inject(run.device.pipeline)
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
 
 
 @pytest.mark.parametrize("skipped", [0, 1])
@@ -515,7 +476,7 @@ def test_a_residual_that_goes_to_the_device(codec: GradientCodec, registered: in
 
 
 def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, link: FakeLink) -> None:
-    """Every copy lies within the registered arena or slots. The ring is not registered."""
+    """Every copy is within the registered arena or slots, one for each buffer of the ring, which is not registered."""
     link.fake.clear()
     run = CudaRun(tmp_path, SMALL_RING.but(dtype=torch.bfloat16), link)
     run.steps(range(2))
@@ -541,14 +502,8 @@ def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, link: Fa
     assert not registered
     assert num_copies > 2 * len(run.layout.tasklets)
     assert seen[0] == arena and [size for _, size in seen[1:]] == [whole_blocks(slots_bytes)]
-
-
-def test_memory_is_bounded(start: Callable[[Case], CudaRun]) -> None:
-    """Each buffer of the ring has one slot, as large as a tasklet's parameters."""
-    run = start(Case(num_buffers=4, dtype=torch.bfloat16))
-    tasklet_numel = run.layout.extents.tasklet_numel
-    slots = run.handler.ring_bytes - 4 * run.layout.extents.place_bytes
-    assert 4 * 2 * tasklet_numel <= slots < 4 * (2 * tasklet_numel + 4096)
+    parameters_bytes = 2 * run.layout.extents.tasklet_numel
+    assert parameters_bytes <= slots_bytes / SMALL_RING.num_buffers < parameters_bytes + 4096
 
 
 def test_a_device_without_a_driver_of_its_own() -> None:

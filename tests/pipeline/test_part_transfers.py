@@ -273,17 +273,17 @@ def test_parts_after_an_interrupt(store: TensorStore, monkeypatch: pytest.Monkey
 def test_memory_of_parts_is_bounded(store: TensorStore) -> None:
     """However many parts are in flight, large and tiny ones, their memory is bounded, and so is their number."""
     parts = PartTransfers(store)
-    large, tiny = store.add(64 << 20), [store.add(BLOCK) for _ in range(200)]
-    parts.put(large, 0, noise(64 << 20, 0))
+    large, tiny = store.add(24 << 20), [store.add(BLOCK) for _ in range(200)]
+    parts.put(large, 0, noise(24 << 20, 0))
     for stored in tiny:
         parts.put(stored, 0, noise(BLOCK, 1))
         assert parts.nbytes <= part_transfers._POOL_BYTES + BLOCK
         assert len(parts._in_flight) <= part_transfers._REQUESTS_IN_FLIGHT
     parts.synchronize()
-    found = torch.empty(64 << 20, dtype=torch.uint8)
+    found = torch.empty(24 << 20, dtype=torch.uint8)
     parts.get(large, 0, found)
     parts.synchronize()
-    assert torch.equal(found, noise(64 << 20, 0)) and parts.nbytes <= part_transfers._POOL_BYTES + BLOCK
+    assert torch.equal(found, noise(24 << 20, 0)) and parts.nbytes <= part_transfers._POOL_BYTES + BLOCK
 
 
 def test_a_parameter_nobody_refers_to_gives_its_place_back(store: TensorStore) -> None:
