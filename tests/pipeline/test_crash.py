@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.storage import recover_store
+from lightning_smartinfinity.errors import StorageCorruptError
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.waiting import LIMIT
@@ -109,10 +108,3 @@ def test_killed_without_durability(tmp_path: Path) -> None:
                 assert_equal(stored(run), expected[run.handler.generation])
         except StorageCorruptError:
             continue
-
-
-def test_killed_with_state_in_memory_only(tmp_path: Path) -> None:
-    """State that died with the process is not recovered, and the error says so."""
-    kill_while_training(tmp_path, Case(durability="none", cache_bytes=200_000), seed=0)
-    with pytest.raises(StorageError, match="were in the memory of the process"):
-        recover_store([tmp_path / "disk0"])

@@ -50,19 +50,3 @@ def test_any_part_is_verified(begin: int, end: int) -> None:
         read(checksums)
     with pytest.raises(CheckpointError, match="is damaged"):
         read([])
-
-
-def test_a_block_is_read_once_for_neighbouring_parameters() -> None:
-    """Parts of one block, as of many small parameters, cost one read, and no read is longer than a block."""
-    values, reads = np.arange(2 * BLOCK, dtype=np.float32), []
-
-    def read(array: SavedArray, begin: int, end: int) -> np.ndarray:
-        reads.append((begin, end))
-        return values[begin:end].copy()
-
-    blocks = VerifiedBlocks(read, None, folder=Path("zero"), remedy="Convert it again.")
-    copy = np.empty(2 * BLOCK, np.float32)
-    for begin in range(0, 2 * BLOCK, 1000):
-        blocks.copy(ARRAY, begin, copy[begin : begin + 1000])
-    assert copy.tobytes() == values.tobytes()
-    assert reads == [(0, BLOCK), (BLOCK, 2 * BLOCK)]
