@@ -146,27 +146,6 @@ def test_the_file_does_not_grow_without_end(tmp_path: Path) -> None:
         assert activations.host_bytes <= 16 * BLOCK
 
 
-def test_files_stay_as_long_as_forwards_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first forward no other one waits until the file system has made room."""
-    grown: list[str] = []
-    with opened(tmp_path, everything()) as activations:
-        x = torch.randn(1 << 18, requires_grad=True)
-        for step in range(4):
-            with activations.forward(x):
-                loss = chain(x, 24)
-            finish_writes(activations)
-            loss.backward()
-            del loss
-            if step == 0:
-                monkeypatch.setattr(
-                    activations._store.files.tensors,
-                    "_calls",
-                    lambda doing, path, grow, *given: grown.append(doing) or grow(*given),
-                )
-        assert activations._store.files.tensors.storage_bytes == 0 and not grown
-        assert activations.traffic().offloaded_bytes == 4 * 23 * x.nbytes  # x itself stays
-
-
 def test_freed_memory_goes_back_twice_in_a_pass(
     activations: OffloadedActivations, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,50 +39,21 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 # ---- layers: from a batch of sequences to one of the same shape
 
 
-class Convolution(nn.Module):
-    """A convolution, a normalization with buffers, and an operation in place."""
+class Composed(nn.Module):
+    """A function and the modules that it uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[..., torch.Tensor], *parts: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True))
+        self.run, self.parts = run, nn.ModuleList(parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layers(x.transpose(1, 2)).transpose(1, 2)
-        return found
+        return self.run(x, *self.parts)
 
 
-class Recurrent(nn.Module):
-    """A recurrent network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x)[0]
-        return found
-
-
-class Words(nn.Module):
-    """An embedding, which saves integers, whose weight is shared with a projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.words(x.detach().argmax(-1)) @ self.words.weight.t()
-
-
-class Twice(nn.Module):
-    """A layer whose weight is used twice, the second time transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(F.tanh(self.layer(x)), self.layer.weight.t())
+def convolution() -> nn.Module:
+    """Return a convolution, a normalization with buffers, and an operation in place."""
+    layers = nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True))
+    return Composed(lambda x, layers: layers(x.transpose(1, 2)).transpose(1, 2), layers)
 
 
 class Keeping(nn.Module):
@@ -157,10 +128,14 @@ LAYERS: dict[str, Callable[[], Layer]] = {
         nn.Linear(WIDTH, 40), nn.GELU(), nn.Dropout(0.3), nn.Linear(40, WIDTH), nn.LayerNorm(WIDTH)
     ),
     "attention": lambda: Block(WIDTH, 2, dropout=0.2),
-    "convolution": Convolution,
-    "recurrent": Recurrent,
-    "words": Words,
-    "twice": Twice,
+    "convolution": convolution,
+    "recurrent": lambda: Composed(lambda x, layer: layer(x)[0], nn.GRU(WIDTH, WIDTH, batch_first=True)),
+    # An embedding, which saves integers, whose weight is shared with a projection.
+    "words": lambda: Composed(
+        lambda x, words: x + words(x.detach().argmax(-1)) @ words.weight.t(), nn.Embedding(WIDTH, WIDTH)
+    ),
+    # A weight that is used twice, the second time transposed.
+    "twice": lambda: Composed(lambda x, layer: F.linear(F.tanh(layer(x)), layer.weight.t()), nn.Linear(WIDTH, WIDTH)),
     "keeping": Keeping,
     "function": lambda: Function.apply,
     "views": lambda: views,

@@ -173,11 +173,11 @@ class Pair:
         for index in (0, 3):
             where = self.plain.layout.parameters[index]
             here = slice(where.offset, where.offset + where.real_numel)
-            master = numbers(0, where.real_numel)
-            changes[index] = {"master": master, name: np.full_like(master, 2)}
+            longer, real = where.real_numel + 8, slice(where.real_numel)  # what is behind is not used
+            changes[index] = {"master": numbers(1, longer + 1)[real], name: np.full(longer, 2, np.float32)[real]}
             for array, values in changes[index].items():
                 expected[array][here] = torch.from_numpy(values)
-            expected["partition"][here] = torch.from_numpy(master)
+            expected["partition"][here] = torch.from_numpy(changes[index]["master"])
         for run in (self.plain, self.run):
             run.handler.state.modify(changes)
             for index, arrays in changes.items():

@@ -29,6 +29,11 @@ def undecorated(function: Any) -> Any:
     return function
 
 
+def passed(function: Any) -> list[str]:
+    """Return the names of a function's parameters, in their order."""
+    return list(inspect.signature(undecorated(function)).parameters)
+
+
 @pytest.mark.seam("StorageOptimizer has an arena and storage")
 @pytest.mark.parametrize(
     "name",
@@ -49,9 +54,8 @@ def undecorated(function: Any) -> Any:
 )
 def test_overridden_methods_take_what_the_base_passes(name: str) -> None:
     """Every overridden method of the optimizer has the parameters of the method it replaces, in name and order."""
-    theirs = inspect.signature(undecorated(getattr(DeepSpeedZeroOptimizer_Stage3, name)))
-    ours = inspect.signature(getattr(StorageOptimizer, name))
-    assert list(theirs.parameters) == list(ours.parameters), "DeepSpeed changed what it passes"
+    theirs = passed(getattr(DeepSpeedZeroOptimizer_Stage3, name))
+    assert theirs == passed(getattr(StorageOptimizer, name)), "DeepSpeed changed what it passes"
 
 
 @pytest.mark.seam("our method replaces it")
@@ -121,8 +125,8 @@ def test_overridden_methods_of_the_engine_exist(name: str) -> None:
 @pytest.mark.seam("which slice is this rank's")
 def test_rank_of_a_partition_is_asked_of_the_optimizer() -> None:
     """The optimizer's _get_param_partition_rank takes a parameter."""
-    parameters = inspect.signature(DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank).parameters
-    assert list(parameters) == ["self", "param"], "slices of other ranks would be taken for this one's"
+    parameters = passed(DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank)
+    assert parameters == ["self", "param"], "slices of other ranks would be taken for this one's"
 
 
 @pytest.mark.seam("fp16 on a CPU, with torch's own kernels")
@@ -180,6 +184,4 @@ def test_strategy_has_every_attribute_of_its_base() -> None:
 )
 def test_strategy_hooks_have_the_signature_of_their_base(name: str) -> None:
     """Every overridden hook of DeepSpeedStrategy takes what Lightning passes."""
-    theirs = inspect.signature(getattr(DeepSpeedStrategy, name))
-    ours = inspect.signature(getattr(SmartInfinityStrategy, name))
-    assert list(theirs.parameters) == list(ours.parameters)
+    assert passed(getattr(DeepSpeedStrategy, name)) == passed(getattr(SmartInfinityStrategy, name))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
 from lightning_smartinfinity.storage.folders import replacement
-from lightning_smartinfinity.storage.folders.replacement import beside, exchange, flush, flush_tree
+from lightning_smartinfinity.storage.folders.replacement import beside, flush, flush_tree
 from lightning_smartinfinity.storage.folders.staging_folder import is_in_use, locked, mark_of
 from lightning_smartinfinity.storage.io import deadlines as in_time
 from lightning_smartinfinity.storage.io.deadlines import io_limit
@@ -539,16 +539,3 @@ def test_a_link_is_saved_through(tmp_path: Path) -> None:
     save(tmp_path / "last.ckpt", "new")
     assert (tmp_path / "last.ckpt").is_symlink()
     assert saved(tmp_path / "a.ckpt") == {"new"}
-
-
-def test_folders_are_exchanged_by_one_call(tmp_path: Path) -> None:
-    """After an exchange each name has the other's content, if the file system of the tests can exchange."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).touch()
-    if not exchange(tmp_path / "a", tmp_path / "b"):
-        shutil.rmtree(tmp_path / "a")
-        return
-    assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
-    with pytest.raises(FileNotFoundError):
-        exchange(tmp_path / "a", tmp_path / "gone")
