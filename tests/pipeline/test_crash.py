@@ -25,7 +25,7 @@ LAST_STEP = 6
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded() -> None:
     """Let the fork server import torch once, instead of each process."""
-    multiprocessing.set_forkserver_preload(["numpy", "torch", "torch._dynamo"])
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "tests.pipeline.crash_worker"])
 
 
 def kill_while_training(folder: Path, case: Case, seed: int) -> None:
