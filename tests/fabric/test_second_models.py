@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import fit
+from tests.training.small import Small
 
 
 def network(seed: int) -> nn.Sequential:
@@ -71,34 +70,30 @@ def test_a_second_model_on_two_processes(tmp_path: Path) -> None:
         assert losses == pytest.approx(plain_losses(), abs=1e-6)
 
 
-class Distilled(pl.LightningModule):
+class Distilled(Small):
     """A student whose teachers are its submodules, or are kept out of it."""
 
     def __init__(self, *, registered: bool) -> None:
         super().__init__()
         self.registered = registered
-        self.losses: list[float] = []
 
     def configure_model(self) -> None:
-        self.student, teachers = network(0), [network(1), network(2)]
-        self.frozen = torch.nn.ModuleList(teachers).requires_grad_(False) if self.registered else None
+        self.net, teachers = network(0), [network(1), network(2)]
+        self.frozen = nn.ModuleList(teachers).requires_grad_(False) if self.registered else None
         self.others = teachers  # a plain list is no submodule
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss = loss_of(self.student, self.others, index)
-        self.losses.append(loss.item())
+        loss = loss_of(self.net, self.others, index)
+        self.seen.append(loss.item())
         return loss
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.student.parameters(), lr=1e-2)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(torch.zeros(3, 1), batch_size=1)  # type: ignore[arg-type]
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
 
 
 @pytest.mark.parametrize("registered", [True, False])
 def test_teachers_of_configure_model(registered: bool, tmp_path: Path) -> None:
     """Within the LightningModule or out of it, they answer as in plain torch."""
     module = Distilled(registered=registered)
-    fit(module, tmp_path, max_steps=3, precision="32-true")
-    assert module.losses == pytest.approx(plain_losses(), abs=1e-6)
+    fit(module, tmp_path, max_steps=3, precision="32-true", limit_val_batches=0)
+    assert module.seen == pytest.approx(plain_losses(), abs=1e-6)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 import transformers
 
 from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError
@@ -18,6 +25,8 @@ from lightning_smartinfinity.integrations.transformers.resume import begin_check
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
+from tests.helpers.ranks import on_ranks
+from tests.helpers.waiting import await_that, lenient
 from tests.huggingface.test_trainer import same
 from tests.huggingface.trained import arguments, dataset, load, train
 
@@ -119,11 +128,64 @@ def test_only_checkpoints_lose_their_last_file(tmp_path: Path) -> None:
     assert Path(own, "optimizer.pt").is_file() and not Path(other, "optimizer.pt").exists()
 
 
+def recording(flush: Callable[[int], None], folder: Path, rank: int) -> Callable[[int], None]:
+    """Return an ``os.fsync`` that leaves a file with the rank and the name of each file that was flushed."""
+
+    def flushing(descriptor: int) -> None:
+        flush(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        (folder / f"flushed-{rank}-{path.name}").write_text(str(path.stat().st_size))
+
+    return flushing
+
+
+def late(save: Callable[..., None], rotated: Path) -> Callable[..., None]:
+    """Return a ``torch.save`` that lets rank 0 go first if it can."""
+
+    def saving(*args: Any) -> None:
+        with suppress(AssertionError):
+            await_that(rotated.exists, seconds=lenient(2.0))
+        save(*args)
+
+    return saving
+
+
+def save_on_ranks(folder: Path) -> Any:
+    """Save a checkpoint as one rank of transformers' Trainer; return what was flushed, and what is whole.
+
+    It does without a model: on CPUs accelerate and DeepSpeed train in one process only. Rank 1 is late to save its
+    random states: it waits for rank 0 to remove older checkpoints, and gives up after some seconds. What was flushed is
+    what rank 0 finds as it does so.
+    """
+    dist.init_process_group("gloo")
+    rank, seen = dist.get_rank(), folder / "seen.json"
+    del os.environ["WORLD_SIZE"]  # which SmartInfinityTraining refuses
+
+    def rotate(*_: object, **__: object) -> None:
+        found = {file.name: file.read_text() for file in folder.glob("flushed-?-rng_state_?.pth")}
+        whole = {file.name: str(file.stat().st_size) for file in (folder / "checkpoint-7").glob("rng_state_*")}
+        seen.write_text(json.dumps([found, whole]))
+
+    trainer = mock.MagicMock(hp_search_backend=None)
+    trainer.args.save_only_model = trainer.args.push_to_hub = False
+    trainer.args.world_size, trainer.args.process_index, trainer.args.should_save = 2, rank, rank == 0
+    trainer._get_output_dir.return_value, trainer.state.global_step = str(folder), 7
+    trainer.state.best_global_step = None
+    with (
+        mock.patch.object(transformers.trainer, "rotate_checkpoints", rotate),
+        mock.patch.object(os, "fsync", recording(os.fsync, folder, rank)),
+        mock.patch.object(torch, "save", late(torch.save, seen) if rank else torch.save),
+        SmartInfinityTraining(storage=folder / "storage"),
+    ):
+        trainer._save_rng_state = partial(transformers.Trainer._save_rng_state, trainer)
+        transformers.Trainer._save_checkpoint(trainer, mock.MagicMock(), None)
+    dist.destroy_process_group()
+    return json.loads(seen.read_text()) if rank == 0 else None
+
+
 def test_random_states_of_all_ranks_are_flushed_before_older_checkpoints_are_removed(tmp_path: Path) -> None:
     """Each rank writes a file of its own, which may take longer than all that rank 0 writes."""
-    done = run_module("tests.huggingface.saving_worker", tmp_path, ranks=2)
-    assert done.returncode == 0, done.stderr[-2000:]
-    flushed, whole = json.loads((tmp_path / "seen.json").read_text())
+    flushed, whole = on_ranks(save_on_ranks, tmp_path)[0]
     assert whole.keys() == {"rng_state_0.pth", "rng_state_1.pth"}
     for rank in (0, 1):  # whose files may lie on other machines
         assert flushed[f"flushed-{rank}-rng_state_{rank}.pth"] == whole[f"rng_state_{rank}.pth"]

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
-from tests.huggingface.trained import Loss, arguments, dataset, load
+from tests.huggingface.trained import Loss, arguments, calling, dataset, load
 
 
 class Plain(transformers.Trainer):
@@ -78,51 +78,37 @@ class Dropping(Plain):
         return loss
 
 
-class Watch(transformers.TrainerCallback):
-    """Sees the weights after each step."""
+def watch(trainer: Plain, *, before: bool = False, factor: float = 1.0) -> None:
+    """See weights after each step, gradients and weights before it, too, and make the clipped gradients larger."""
 
-    def __init__(self, trainer: Plain) -> None:
-        self.trainer = trainer
+    def see(*_: Any, **__: Any) -> None:
+        trainer.see_weights()
 
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.trainer.see_weights()
+    def see_before(*_: Any, **__: Any) -> None:
+        trainer.see_gradients()
+        trainer.see_weights()
+        for param in trainer.model.parameters():
+            if param.grad is not None and factor != 1.0:
+                param.grad.mul_(factor)
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.trainer.see_weights()
-
-
-class WatchBefore(Watch):
-    """Sees gradients and weights before each step, too."""
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.trainer.see_gradients()
-        self.trainer.see_weights()
-
-
-class Tripling(WatchBefore):
-    """Makes the gradients that were clipped larger."""
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        super().on_pre_optimizer_step()
-        for param in self.trainer.model.parameters():
-            if param.grad is not None:
-                param.grad.mul_(3)
+    hooks = {"on_optimizer_step": see, "on_step_end": see}
+    trainer.add_callback(calling(**hooks, **({"on_pre_optimizer_step": see_before} if before else {})))
 
 
 @pytest.mark.parametrize(
-    ("kind", "accumulate", "clip", "watch"),
+    ("kind", "accumulate", "clip", "watched"),
     [
-        (Reading, 2, 0.1, WatchBefore),
-        (Reading, 1, 0.0, Watch),
-        (Adversarial, 1, 0.1, Tripling),
-        (Adversarial, 2, 0.1, WatchBefore),
-        (Writing, 1, 0.0, Watch),
-        (Writing, 2, 0.1, WatchBefore),
-        (Dropping, 1, 0.1, Tripling),
+        (Reading, 2, 0.1, {"before": True}),
+        (Reading, 1, 0.0, {}),
+        (Adversarial, 1, 0.1, {"before": True, "factor": 3.0}),
+        (Adversarial, 2, 0.1, {"before": True}),
+        (Writing, 1, 0.0, {}),
+        (Writing, 2, 0.1, {"before": True}),
+        (Dropping, 1, 0.1, {"before": True, "factor": 3.0}),
     ],
 )
 def test_code_between_backward_and_step(
-    kind: type[Plain], accumulate: int, clip: float, watch: type[Watch], model_folder: Path, tmp_path: Path
+    kind: type[Plain], accumulate: int, clip: float, watched: dict[str, Any], model_folder: Path, tmp_path: Path
 ) -> None:
     """What it reads and writes, losses, logged norms and rates are those in memory, also with updates in backward."""
 
@@ -130,7 +116,7 @@ def test_code_between_backward_and_step(
         args = arguments(folder, config, gradient_accumulation_steps=accumulate, max_grad_norm=clip)
         loss = Loss(divisor=accumulate)
         trainer = kind(model=load(model_folder), args=args, train_dataset=dataset(), compute_loss_func=loss)
-        trainer.add_callback(watch(trainer))
+        watch(trainer, **watched)
         trainer.train()
         logged = [
             log[name] for log in trainer.state.log_history for name in ("grad_norm", "learning_rate") if name in log
@@ -160,7 +146,7 @@ def test_a_step_that_is_skipped(model_folder: Path, tmp_path: Path) -> None:
     """Its norm is logged, the schedule stays where it is, and weights are those before."""
     with SmartInfinityTraining(overlap="backward") as training:
         trainer: Any = Spoilt(load(model_folder), arguments(tmp_path, training.config), train_dataset=dataset(3))
-        trainer.add_callback(Watch(trainer))
+        watch(trainer)
         with pytest.warns(match="A step was skipped"):
             trainer.train()
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]

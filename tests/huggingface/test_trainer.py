@@ -31,6 +31,7 @@ from tests.huggingface.trained import (
     calling,
     dataset,
     load,
+    straight,
     train,
     train_in_lightning,
     weights_in,
@@ -48,7 +49,7 @@ def bf16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_trains_to_the_bits_of_the_lightning_route(model_folder: Path, tmp_path: Path) -> None:
     """In 32-true, with the same groups, clipping, batches and schedule, losses and weights are equal bit for bit."""
-    ours = train(model_folder, tmp_path / "trainer", max_grad_norm=1.0)
+    ours = straight(model_folder)
     losses, weights = train_in_lightning(model_folder, tmp_path / "lightning")
     assert len(losses) == STEPS and losses[0] != losses[-1]
     assert ours.losses == losses
@@ -114,7 +115,7 @@ def test_a_model_from_pretrained_is_partitioned_as_it_is_loaded(model_folder: Pa
 def test_a_budget_of_parameters(model_folder: Path, tmp_path: Path) -> None:
     """Parameters on storage with a budget change no bit, and a budget that is too little says what would do."""
     zero = {"offload_param": {"device": "nvme"}}
-    in_memory = train(model_folder, tmp_path / "memory")
+    in_memory = straight(model_folder)
     with pytest.raises(ConfigError, match=r"parameter_bytes=4096\) is too little .*takes \d+ bytes") as caught:
         train(model_folder, tmp_path / "little", strategy={"zero": zero, "transfer": {"parameter_bytes": 4096}})
     least = int(caught.value.remedy.removeprefix("Pass at least ").removesuffix("."))
@@ -197,7 +198,7 @@ def test_the_best_model_is_loaded_at_the_end(model_folder: Path, tmp_path: Path)
 
 
 def test_evaluation_before_and_after_training(model_folder: Path, tmp_path: Path) -> None:
-    """A Trainer that has evaluated trains all the same, and evaluates what it has trained."""
+    """A Trainer that has evaluated trains all the same, evaluates what it has trained, and generates with it."""
     losses = []
     with SmartInfinityTraining() as training:
         args = arguments(tmp_path, training.config)
@@ -207,13 +208,15 @@ def test_evaluation_before_and_after_training(model_folder: Path, tmp_path: Path
         losses.append(trainer.evaluate()["eval_loss"])
         trainer.train()
         losses.append(trainer.evaluate()["eval_loss"])
+        prompt = torch.ones(1, LENGTH, dtype=torch.long)
+        tokens = trainer.model.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
         trainer.save_model(str(tmp_path / "saved"))
     model = load(tmp_path / "saved")
     rows = torch.stack([row["input_ids"] for row in dataset()])
     with torch.no_grad():
         expected = float(model(input_ids=rows, labels=rows).loss)
     assert losses[1] == pytest.approx(expected, abs=1e-5)
-    assert losses[1] < losses[0]
+    assert losses[1] < losses[0] and tokens.shape == (1, LENGTH + 3)
 
 
 @pytest.mark.parametrize("evaluated", [False, True])
@@ -371,23 +374,10 @@ def test_the_storage_lies_with_the_checkpoints_or_is_named_after_them(model_fold
 
 def test_a_model_that_was_loaded_before_the_arguments(model_folder: Path, tmp_path: Path) -> None:
     """It is whole at first, and trains to the same bits."""
-    partitioned = train(model_folder, tmp_path / "partitioned")
-    whole = load(model_folder)
+    partitioned, whole = straight(model_folder), load(model_folder)
     assert whole.lm_head.weight.numel() > 0
     after = train(model_folder, tmp_path / "whole", wrap=lambda _: whole)
     assert after.losses == partitioned.losses and same(after.weights, partitioned.weights)
-
-
-def test_generation_within_the_context(model_folder: Path, tmp_path: Path) -> None:
-    """A trained model generates as many tokens as it is asked for."""
-    with SmartInfinityTraining() as training:
-        args = arguments(tmp_path, training.config)
-        trainer = transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset())
-        trainer.train()
-        tokens = trainer.model.generate(
-            torch.ones(1, LENGTH, dtype=torch.long), max_new_tokens=3, min_new_tokens=3, do_sample=False
-        )
-    assert tokens.shape == (1, LENGTH + 3)
 
 
 def test_a_plan_is_made_before_the_model_is_loaded(
@@ -396,7 +386,7 @@ def test_a_plan_is_made_before_the_model_is_loaded(
     """The model is named, since the arguments take the configuration before it exists; the bits are the same."""
     monkeypatch.setattr(choice, "BUDGETS", (160 << 10,))
     monkeypatch.setattr(plan_needs, "_TRANSFER_BYTES", 16 << 10)  # else as much as all parameters of a tiny model
-    plain = train(model_folder, tmp_path / "plain")
+    plain = straight(model_folder)
     asked = Training(
         precision="32-true",
         accumulate=2,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -64,10 +66,9 @@ def adapters(model: Any) -> Any:
 
 
 def calling(**hooks: Callable[..., None]) -> transformers.TrainerCallback:
-    """Return a callback whose hooks call these functions."""
-    callback = transformers.TrainerCallback()
-    vars(callback).update(hooks)
-    return callback
+    """Return a callback of a class whose hooks call these functions."""
+    methods = {name: staticmethod(hook) for name, hook in hooks.items()}
+    return type("Calling", (transformers.TrainerCallback,), methods)()  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -144,6 +145,13 @@ def train(
         trainer.save_model(str(out / "saved"))
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
     return Outcome(loss.values, norms, trainer, weights_in(out / "saved"))
+
+
+@cache
+def straight(model: Path) -> Outcome:
+    """Return the outcome of a training with the default settings, which is run once."""
+    with TemporaryDirectory() as out:
+        return train(model, Path(out))
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_smartinfinity.zero3.parameters import gather_on_use
 from tests.helpers.initialised import WIDTH, Initialised
 from tests.helpers.trainers import quiet_trainer
 
@@ -36,8 +38,6 @@ class Built(pl.LightningModule):
         self.partitioned = [hasattr(param, "ds_id") for param in self.model.parameters()]
 
     def on_train_start(self) -> None:
-        import deepspeed
-
         for name, param in self.model.named_parameters():
             with deepspeed.zero.GatheredParameters(param):
                 self.weights[name] = param.detach().clone()
@@ -75,8 +75,6 @@ def fit(module: Built, root: Path, **settings: Any) -> Built:
 
 def on_each_rank(out: Path) -> dict[str, Any]:
     """Return what a rank sees in two precisions; ZeRO-3 partitions parameters again as soon as others are used."""
-    from lightning_smartinfinity.zero3.parameters import gather_on_use
-
     gather_on_use._GATHERED_BYTES = 0
     seen = {}
     for precision in ("32-true", "bf16-mixed"):

@@ -16,12 +16,15 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import transformers
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
+from lightning_smartinfinity import SmartInfinityFabricStrategy, SmartInfinityStrategy
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.helpers.trainers import quiet_trainer
 
 WIDTH, STEPS_PER_TERM = 8, 3
@@ -290,8 +293,6 @@ class LitTouched(Touched, pl.LightningModule):
 def by_lightning(
     root: Path, options: dict[str, Any] | None, *, terms: bool = False, late: bool = False, devices: int = 1
 ) -> list[Any]:
-    from lightning_smartinfinity import SmartInfinityStrategy
-
     strategy: Any = "auto" if options is None else SmartInfinityStrategy(root / "storage", **options)
     module = LitTouched(terms=terms, late=late)
     trainer = quiet_trainer(
@@ -308,8 +309,6 @@ def by_fabric(
     root: Path, options: dict[str, Any] | None, *, terms: bool = False, late: bool = False, devices: int = 1
 ) -> list[Any]:
     """Run the tables in a loop of Fabric, on the wrapper that it returns."""
-    from lightning_smartinfinity import SmartInfinityFabricStrategy
-
     strategy: Any = "auto" if options is None else SmartInfinityFabricStrategy(root / "storage", **options)
     fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
     fabric.launch()
@@ -337,9 +336,6 @@ def by_transformers(
     root: Path, options: dict[str, Any] | None, *, terms: bool = False, late: bool = False
 ) -> list[Any]:
     """Run the tables in a callback and an overridden loss of transformers' Trainer."""
-    import transformers
-
-    from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 
     class Model(Touched, transformers.PreTrainedModel):  # type: ignore[misc]
         config_class = transformers.PretrainedConfig

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import nn
 
-from lightning_smartinfinity import UnsupportedError
+from lightning_smartinfinity import SmartInfinityStrategy, UnsupportedError
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.trainers import fit, quiet_trainer
+from tests.helpers.trainers import fit
 
 REMEDY = r"save_pretrained\(folder\), a method of the strategy.*smart-infinity export"
 # Nothing stays gathered, as in a model of real size.
@@ -30,8 +31,6 @@ NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> LitTiny:
     """Train a small model of which no parameter stays whole."""
-    from lightning_smartinfinity import SmartInfinityStrategy
-
     root = tmp_path_factory.mktemp("trained")
     module = LitTiny(Recipe())
     fit(module, root, SmartInfinityStrategy(root / "storage", zero=NOTHING_PERSISTS))
@@ -131,18 +130,9 @@ def test_a_module_with_its_own_pickling_is_copied(kind: str, tmp_path: Path) -> 
     fabric.strategy.close()
 
 
-@pytest.mark.parametrize("dump", [pickle.dumps, ForkingPickler.dumps, lambda module: torch.save(module, io.BytesIO())])
-def test_a_whole_module_is_pickled(dump: Callable[[nn.Module], object], trained: LitTiny) -> None:
-    """Pickling it raises, either by this package's guard or because a hook of DeepSpeed cannot be pickled."""
-    with pytest.raises((UnsupportedError, AttributeError)):
-        dump(trained.model)
-
-
 @pytest.mark.seam("moves_module: nothing is gathered", "torch.nn.Module._apply calls functions from its module.")
 def test_moving_a_module_keeps_its_parameters(trained: LitTiny) -> None:
     """Module.to and its like leave parameters that ZeRO-3 still knows, which GatheredParameters still gathers."""
-    from deepspeed.runtime.zero.partition_parameters import is_zero_param
-
     model = trained.model
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         expected = weight_of(trained).detach().clone()
@@ -171,24 +161,3 @@ def test_gathered_parameters_are_saved_and_copied(trained: LitTiny) -> None:
     assert copied.state_dict().keys() == saved.keys()
     torch.save(copied.state_dict(), io.BytesIO())
     copy.deepcopy(copied)
-
-
-def test_a_fitted_model_in_a_plain_trainer(trained: LitTiny, tmp_path: Path) -> None:
-    """Saving it by another strategy raises instead of writing empty weights."""
-    trainer = quiet_trainer(tmp_path, "auto", precision="32-true", barebones=False)
-    trainer.strategy.connect(trained)
-    with pytest.raises(UnsupportedError, match=REMEDY):
-        trainer.save_checkpoint(tmp_path / "lost.ckpt")
-
-
-def test_sixteen_bit_model_of_deepspeed(tmp_path: Path) -> None:
-    """DeepSpeed's own collection of the whole weights works as before."""
-    settings = NOTHING_PERSISTS | {"stage3_gather_16bit_weights_on_model_save": True}
-    fabric = quiet_fabric(tmp_path / "storage", options={"zero": settings})
-    net = nn.Linear(8, 4)
-    expected = net.weight.detach().clone()
-    model, _ = fabric.setup(net, torch.optim.AdamW(net.parameters()))
-    model._forward_module.save_16bit_model(str(tmp_path / "whole"), "weights.pt")
-    saved = torch.load(tmp_path / "whole" / "weights.pt", weights_only=True)
-    assert torch.equal(saved["weight"], expected.to(saved["weight"].dtype))
-    fabric.strategy.close()

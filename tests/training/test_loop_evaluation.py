@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from lightning_smartinfinity import UnsupportedError
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import quiet_trainer
@@ -136,8 +137,6 @@ def test_user_hooks_survive_evaluation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_another_precision_for_the_same_module_is_refused(precision: Any, tmp_path: Path) -> None:
     """A module that bf16-mixed partitioned cannot be used in fp32, but it can in bf16-true."""
-    from lightning_smartinfinity import UnsupportedError
-
     module = Everything()
     quiet_trainer(tmp_path / "a").fit(module)
     trainer = quiet_trainer(tmp_path / "b", precision=precision)

@@ -51,11 +51,11 @@ def test_a_module_compiled_in_place_trains_like_torch(tied: bool, tmp_path: Path
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    trained = train_near_storage(Case(partial(Compiled, in_place, tied=tied)), tmp_path)
+    trained = train_near_storage(Case(partial(Compiled, in_place, tied=tied), steps=2), tmp_path)
     assert counters["stats"]["calls_captured"] > 0
     assert counters["graph_break"]
     assert tied or not [why for why in counters["graph_break"] if "partitioned_parameter" in why]
-    assert_trains_like_torch(Case(partial(Compiled, tied=tied)), trained)
+    assert_trains_like_torch(Case(partial(Compiled, tied=tied), steps=2), trained)
 
 
 def test_a_compiled_wrapper_within_the_module_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Modules whose structure is hard for ZeRO-3's hooks train like plain torch."""
+"""Modules whose structure is hard for ZeRO-3's hooks train like plain torch, also where partitions are padding only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
 from lightning_smartinfinity.zero3.setup.validation import check_model
-from tests.helpers.hard_models import WIDTH, Case
+from tests.helpers.hard_models import WIDTH, Case, Trained
 from tests.helpers.hard_structures import Reused, Shapes
-from tests.training.model_cases import STRUCTURES
-from tests.training.model_runs import assert_trains_like_torch, train_near_storage
+from tests.helpers.long_cases import long_but
+from tests.helpers.ranks import on_ranks
+from tests.training.model_cases import CASES, STRUCTURES
+from tests.training.model_runs import assert_trains_like_torch, on_each_rank, train_near_storage
 
 # Two processes train these in turn.
 LONG = {
@@ -80,3 +82,37 @@ def test_parameters_of_several_dtypes_are_reported() -> None:
     module.layer.float()
     with pytest.warns(UserWarning, match=r"'front.weight' is torch.bfloat16, 'layer.weight' is torch.float32"):
         check_model(module)
+
+
+ON_TWO = (
+    "tensors of odd sizes and not contiguous",
+    "adapters, and an empty parameter group",
+    "a tensor larger than ring and sub-group",
+    "reentrant, accumulating",
+    "by one micro-batch",
+    "losses balanced by their slopes",
+)
+ALL_ON_TWO = (
+    *ON_TWO,
+    "a module in two parents",
+    "parameters in containers",
+    "nested outputs",
+    "empty parameter groups",
+    "reentrant, one bucket",
+    "reentrant, bf16",
+    "in bf16",
+    "a gradient penalty",
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Trained]:
+    """Train every case of these tests in turn in one pair of processes."""
+    names = ALL_ON_TWO if request.config.getoption("long") else ON_TWO
+    return on_ranks(on_each_rank, tmp_path_factory.mktemp("two"), *names)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", long_but(ON_TWO, ALL_ON_TWO))
+def test_two_processes_train_like_torch(name: str, trained: dict[str, Trained]) -> None:
+    """Rank 0's losses, the masters and the update counts equal those of one torch process on both ranks' batches."""
+    assert_trains_like_torch(CASES[name], trained[name], world_size=2)

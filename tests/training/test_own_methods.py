@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -51,8 +52,6 @@ class Looking(Small):
         self.seen.extend(float(gradient.norm()) for gradient in found)
 
     def on_validation_epoch_end(self) -> None:
-        import deepspeed
-
         with deepspeed.zero.GatheredParameters(list(self.parameters())):
             self.seen.extend(float(param.norm()) for param in self.parameters())
 

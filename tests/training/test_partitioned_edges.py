@@ -156,7 +156,7 @@ class Table(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(3, 8)), nn.Parameter(torch.linspace(0, 1, 8))
 
     def forward(self) -> Any:
-        return {0: self.weight}, {"bias": [self.bias], "kind": "table"}
+        return {0: self.weight, "bias": [self.bias], "kind": "table"}
 
 
 def add_users_of_parameters(module: Small) -> None:
@@ -167,8 +167,8 @@ def add_users_of_parameters(module: Small) -> None:
 
 
 def use_parameters(module: Any) -> torch.Tensor:
-    first, others = module.table()
-    total = 0.1 * first[0].sum() * others["bias"][0].sum() + module.act(module.gate).sum()
+    table = module.table()
+    total = 0.1 * table[0].sum() * table["bias"][0].sum() + module.act(module.gate).sum()
     total = total + module.distance(module.net[0].weight[0], module.gate)
     return 0.1 * total + module.parts(module.gate)[0] + module.net[0](module.gate)[1]  # type: ignore[no-any-return]
 

@@ -10,10 +10,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import lightning.pytorch as pl
+import pytest
 import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
+from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_smartinfinity import ConfigError, TransferConfig
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, TransferConfig
 from tests.helpers import reference
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
@@ -49,8 +67,6 @@ class Edit:
 
 def gathered(params: dict[str, Any], optimizer: Any) -> None:
     """Gather all parameters and write to some."""
-    import deepspeed
-
     with deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=0), torch.no_grad():
         # Rank 0's values count.
         if torch.distributed.get_rank() == 0:
@@ -70,20 +86,12 @@ def gathered_in_torch(live: reference.Live) -> None:
 
 def only_gathered(params: dict[str, Any], optimizer: Any) -> None:
     """Gather all parameters for a write, and write nothing."""
-    import deepspeed
-
     with deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=0):
         pass
 
 
 def master_set(params: dict[str, Any], optimizer: Any) -> None:
     """Set full and local masters."""
-    from deepspeed.utils import (
-        safe_get_local_fp32_param,
-        safe_set_full_fp32_param,
-        safe_set_local_fp32_param,
-    )
-
     for name in NAMES:
         param = params[name]
         if name == "odd.shift":
@@ -100,13 +108,6 @@ def master_set_in_torch(live: reference.Live) -> None:
 
 def moments_set(params: dict[str, Any], optimizer: Any) -> None:
     """Halve the first moments of some parameters and double the second."""
-    from deepspeed.utils import (
-        safe_get_full_optimizer_state,
-        safe_get_local_optimizer_state,
-        safe_set_full_optimizer_state,
-        safe_set_local_optimizer_state,
-    )
-
     for name in NAMES:
         param = params[name]
         safe_set_full_optimizer_state(param, safe_get_full_optimizer_state(param, "exp_avg") * 0.5, "exp_avg")
@@ -122,14 +123,6 @@ def moments_set_in_torch(live: reference.Live) -> None:
 
 def gradient_set(params: dict[str, Any], optimizer: Any) -> None:
     """Change gradients with all three calls."""
-    from deepspeed.utils import (
-        safe_get_full_grad,
-        safe_get_local_grad,
-        safe_set_full_grad,
-        safe_set_local_grad,
-        safe_update_full_grad_vectorized,
-    )
-
     tokens, up, scale, gain, shift = (params[name] for name in NAMES)
     safe_set_full_grad(tokens, safe_get_full_grad(tokens) * 0.5)
     safe_set_local_grad(up, safe_get_local_grad(up) * 3)
@@ -169,8 +162,6 @@ EDITS = [
 
 def read_all(params: dict[str, Any], prefix: str) -> dict[str, torch.Tensor | None]:
     """Return what the safe_get_full_* functions give for some parameters."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-
     seen: dict[str, torch.Tensor | None] = {}
     for name in NAMES:
         seen[f"{prefix} {name} master"] = safe_get_full_fp32_param(params[name])
@@ -214,8 +205,6 @@ class Editor(pl.Callback):
 
 def run(precision: str, out: Path, *, devices: int = 1) -> Seen:
     """Train with every edit and return what was read."""
-    from lightning_smartinfinity import SmartInfinityStrategy
-
     editor = Editor()
     # Some parameters lie above the persistence threshold, so that they are gathered for a write, and some below. The
     # smallest tasklets make parameters share tasklets or spread over several.
@@ -277,59 +266,39 @@ def expected(precision: str, *, world_size: int = 1) -> Seen:
     return seen
 
 
-class Loaded(pl.Callback):
-    """A callback that keeps the state loaded from a one-file checkpoint when training starts."""
-
-    def __init__(self) -> None:
-        self.masters: dict[str, torch.Tensor | None] = {}
-        self.params: dict[str, torch.Tensor] = {}
-        self.moments: dict[str, torch.Tensor] = {}
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        import deepspeed
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        for name, param in pl_module.named_parameters():
-            self.masters[name] = safe_get_full_fp32_param(param)
-            if param.requires_grad:
-                self.moments[name] = safe_get_full_optimizer_state(param, "exp_avg")
-            with deepspeed.zero.GatheredParameters(param):
-                self.params[name] = param.detach().clone()
-
-
-class WrongOnOneRank(pl.Callback):
-    """A callback in which rank 1 alone passes a value of the wrong size."""
-
-    def __init__(self) -> None:
-        self.refused = ""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
-
-        try:
-            safe_set_full_fp32_param(pl_module.model.norm.weight, torch.zeros(32 + pl_module.global_rank))
-        except ConfigError as error:
-            self.refused = str(error)
-
-
 def load_full(out: Path) -> dict[str, Any]:
-    """Load full fp32 weights on two processes, and make a mistake on one of them."""
-    from lightning_smartinfinity import SmartInfinityStrategy
+    """Load full fp32 weights on two processes, and make a mistake on one of them.
 
-    loaded, wrong, recipe = Loaded(), WrongOnOneRank(), recipe_for("bf16-mixed")
-    module = LitTiny(recipe)
+    Returns:
+        The file's weights, masters, parameters and moments when training starts, and this rank's error of a value that
+        has the wrong size on rank 1 alone.
+    """
+    module, path = LitTiny(recipe_for("bf16-mixed")), out / "full.ckpt"
     weights = {name: value * 1.2345 for name, value in module.state_dict().items()}
-    path = out / "full.ckpt"
+    seen: dict[str, Any] = {"weights": weights, "masters": {}, "params": {}, "moments": {}}
+
+    def note(*_: Any) -> None:
+        for name, param in module.named_parameters():
+            seen["masters"][name] = safe_get_full_fp32_param(param)
+            if param.requires_grad:
+                seen["moments"][name] = safe_get_full_optimizer_state(param, "exp_avg")
+            with deepspeed.zero.GatheredParameters(param):
+                seen["params"][name] = param.detach().clone()
+
+    def misuse(*_: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            safe_set_full_fp32_param(module.model.norm.weight, torch.zeros(32 + module.global_rank))
+        seen["refused"] = str(caught.value)
+
+    callback = LambdaCallback(on_train_start=note, on_train_batch_start=misuse)
     strategy = SmartInfinityStrategy(out / "storage", load_full_weights=True)
-    settings: dict[str, Any] = {"devices": 2, "max_steps": 1, "callbacks": [loaded, wrong]}
-    trainer = quiet_trainer(out, strategy, **settings)
+    trainer = quiet_trainer(out, strategy, devices=2, max_steps=1, callbacks=[callback])
     if trainer.global_rank == 0:
         counts = {"epoch": 0, "global_step": 0, "lr_schedulers": []}
         torch.save({"state_dict": weights, "pytorch-lightning_version": pl.__version__, **counts}, path)
     trainer.fit(module, ckpt_path=str(path))
     strategy.close()
-    seen = {"masters": loaded.masters, "params": loaded.params, "moments": loaded.moments}
-    return {**seen, "weights": weights, "refused": wrong.refused}
+    return seen
 
 
 def on_each_rank(out: Path, *precisions: str) -> dict[str, Any]:
