@@ -15,9 +15,10 @@ from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.devices.smartssd import CardRing, CardSetup, SmartSSDDevice, kernel_of
 from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin
+from lightning_smartinfinity.native import Pipeline
 from tests.pipeline.harness import Case, Run, assert_equal, running
 
-__all__ = ["OPTIMIZERS", "beside_host", "cards", "same_as_host", "settled_host", "setup_of", "state_files"]
+__all__ = ["OPTIMIZERS", "beside_host", "cards", "pipelines", "same_as_host", "settled_host", "setup_of", "state_files"]
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -91,6 +92,12 @@ def cards(path: Path, **settings: Any) -> Callable[[Run], StorageDevice]:
         return SmartSSDDevice(setup, kernel=kernel_of(case.rule.name), ring=ring)
 
     return device
+
+
+def pipelines(run: Run) -> list[Pipeline]:
+    """Return the pipelines of a run's cards."""
+    assert isinstance(run.device, SmartSSDDevice)
+    return [worker.pipeline for worker in run.device._workers]
 
 
 class _SettledHost(HostDevice):

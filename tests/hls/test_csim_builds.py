@@ -15,6 +15,7 @@ from tests.helpers.payload import BLOCK
 from tests.helpers.waiting import BUILD_TEST_LIMIT, PROCESS_LIMIT
 from tests.hls.simulation import LIBRARIES, PROGRAMS, ROOT, Library, Program, Simulation, built
 from tests.hls.tasklet import FORMS, Form, make_tasklet
+from tests.xrt.builds import compiled
 
 pytestmark = pytest.mark.timeout(BUILD_TEST_LIMIT)
 
@@ -72,12 +73,11 @@ def test_the_standard() -> None:
 # ---- streams
 
 
-def test_a_stream_at_the_ends_of_its_chunks(tmp_path: Path) -> None:
+def test_a_stream_at_the_ends_of_its_chunks() -> None:
     """A stream returns what was written and knows when it is empty, wherever its chunks end."""
-    program, source = tmp_path / "stream_ends", Path(__file__).with_name("stream_ends.cpp")
-    subprocess.run(
-        ["g++", "-std=c++14", f"-I{ROOT / 'hls/sim/include'}", source, "-o", program], check=True, timeout=PROCESS_LIMIT
-    )
+    headers = ROOT / "hls/sim/include"
+    source = Path(__file__).with_name("stream_ends.cpp")
+    program = compiled(source, "-std=c++14", f"-I{headers}", inputs=sorted(headers.iterdir()))
     completed = subprocess.run([program], capture_output=True, text=True, check=True, timeout=PROCESS_LIMIT)
     assert completed.stdout == "all read\n"
 

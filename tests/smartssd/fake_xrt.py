@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from tests.native.builds import ROOT, run
-from tests.xrt.builds import locked
+from tests.xrt.builds import compiled
 
 __all__ = ["FakeXrt", "build", "without"]
 
@@ -14,14 +13,8 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def build() -> Path:
-    """Return the library, which is compiled if its source is newer."""
-    library = ROOT / "build/fake_xrt/libfakexrt.so"
-    with locked(library.parent):
-        if not library.exists() or library.stat().st_mtime < SOURCE.stat().st_mtime:
-            unfinished = library.with_suffix(".unfinished")
-            run("g++", "-std=c++20", "-shared", "-fPIC", SOURCE, "-o", unfinished)
-            unfinished.rename(library)
-    return library
+    """Return the library, which is compiled if there is none yet."""
+    return compiled(SOURCE, "-std=c++20", "-shared", "-fPIC")
 
 
 def without(library: Path, entry: str, folder: Path) -> Path:

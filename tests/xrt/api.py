@@ -21,8 +21,6 @@ class Flags(IntEnum):
     """Kinds of buffer objects."""
 
     NORMAL = 0
-    DEVICE_ONLY = 1 << 28
-    HOST_ONLY = 1 << 29
     P2P = 1 << 30
 
 
@@ -69,10 +67,6 @@ class Device:
         if name not in self._kernels:
             self._kernels[name] = _check(self._xrt.xrtPLKernelOpen(self.handle, self._uuid, name.encode()))
         return self._kernels[name]
-
-    def group(self, kernel: str, argument: int) -> int:
-        """Return the number of the memory bank that a pointer of a kernel reaches."""
-        return int(self._xrt.xrtKernelArgGroupId(self.kernel(kernel), argument))
 
 
 class Buffer:
@@ -167,7 +161,6 @@ def _library() -> ctypes.CDLL:
         "xrtDeviceGetXclbinUUID": [pointer, pointer],
         "xrtPLKernelOpen": [pointer, pointer, ctypes.c_char_p],
         "xrtKernelClose": [pointer],
-        "xrtKernelArgGroupId": [pointer, ctypes.c_int],
         "xrtBOAlloc": [pointer, size, ctypes.c_uint64, ctypes.c_uint32],
         "xrtBOSubAlloc": [pointer, size, size],
         "xrtBOFree": [pointer],

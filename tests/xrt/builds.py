@@ -7,9 +7,9 @@ each other.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from hls.description import EMULATED
@@ -18,57 +18,30 @@ from tests.helpers.xrt import LIBRARIES
 from tests.native.builds import ROOT, run
 from tests.xrt.probe import PROBE_DESIGN
 
-__all__ = ["EmulatorBuild", "build", "locked"]
+__all__ = ["EmulatorBuild", "build", "compiled", "locked"]
 
 _DRIVER = "libsmart_infinity_card.so.2"
 
 
-@dataclass(frozen=True)
 class EmulatorBuild:
     """The files that XRT needs to run on emulated cards.
 
     Attributes:
         root: The folder that ``XILINX_XRT`` names.
+        driver: What XRT loads.
         kernels: The library with the compute units, for ``SMART_INFINITY_CARD_KERNELS``.
+        ini: XRT's settings.
         xclbin: The kernels of ``hls/``.
         probe_xclbin: The one kernel of ``probe_kernel.cpp``.
         stress: The program of ``stress.cpp``, where it was built with sanitizers.
+        environment: The variables to set before a process uses XRT for the first time.
     """
 
-    folder: Path
-
-    @property
-    def root(self) -> Path:
-        return self.folder / "xilinx_xrt"
-
-    @property
-    def driver(self) -> Path:
-        return self.folder / _DRIVER
-
-    @property
-    def kernels(self) -> Path:
-        return self.folder / "libkernels.so"
-
-    @property
-    def ini(self) -> Path:
-        return self.folder / "xrt.ini"
-
-    @property
-    def xclbin(self) -> Path:
-        return self.folder / "smart_infinity.xclbin"
-
-    @property
-    def probe_xclbin(self) -> Path:
-        return self.folder / "probe.xclbin"
-
-    @property
-    def stress(self) -> Path:
-        return self.folder / "card_stress"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables to set before a process uses XRT for the first time."""
-        return {
+    def __init__(self, folder: Path) -> None:
+        self.root, self.driver, self.kernels = folder / "xilinx_xrt", folder / _DRIVER, folder / "libkernels.so"
+        self.ini, self.stress = folder / "xrt.ini", folder / "card_stress"
+        self.xclbin, self.probe_xclbin = folder / "smart_infinity.xclbin", folder / "probe.xclbin"
+        self.environment = {
             "XILINX_XRT": str(self.root),
             "XCL_EMULATION_MODE": "hw_emu",
             "XRT_INI_PATH": str(self.ini),
@@ -83,11 +56,12 @@ def build(sanitize: str = "") -> EmulatorBuild:
         sanitize: Sanitizers, such as ``"address,undefined"``: builds the driver, the probe kernel and ``stress.cpp``.
     """
     suffix = "_".join(["", *sanitize.split(",")]) if sanitize else ""
-    made = EmulatorBuild(ROOT / "build" / f"emulated_card{suffix}")
-    with locked(made.folder):
-        if not (made.folder / "build.ninja").exists():
-            _configure(made.folder, sanitize)
-        run("cmake", "--build", made.folder)
+    folder = ROOT / "build" / f"emulated_card{suffix}"
+    made = EmulatorBuild(folder)
+    with locked(folder):
+        if not (folder / "build.ninja").exists():
+            _configure(folder, sanitize)
+        run("cmake", "--build", folder)
         _write_files(made)
     return made
 
@@ -122,6 +96,24 @@ def _write(file: Path, content: bytes) -> None:
         temporary = file.with_suffix(".new")
         temporary.write_bytes(content)
         temporary.replace(file)
+
+
+def compiled(source: Path, *flags: str | Path, inputs: Iterable[Path] = ()) -> Path:
+    """Return what g++ makes of a source. It is in ``build/`` and is made again if something of it changed.
+
+    Args:
+        source: C++ source.
+        *flags: Flags of g++.
+        inputs: What the source includes.
+    """
+    state = hashlib.sha256(repr(flags).encode() + b"".join(path.read_bytes() for path in (source, *inputs)))
+    made = ROOT / "build" / source.stem / state.hexdigest()[:16]
+    with locked(made.parent):
+        if not made.exists():
+            unfinished = made.with_suffix(".unfinished")
+            run("g++", *flags, source, "-o", unfinished)
+            unfinished.rename(made)
+    return made
 
 
 @contextmanager

@@ -19,16 +19,17 @@ from typing import Any
 import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TransferConfig
-from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.models import Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
+from tests.xrt.fits import Reporting
 
 RECIPE = Recipe(precision="bf16-mixed", depth=1, groups=True, scheduler="step", max_steps=32, skip_side_at=(1, 7))
 SAVE_EVERY = 4
 
 
-class Killed(LitTiny):
+class Killed(Reporting):
     """Saves every few steps; ``when`` is the moment to die."""
 
     def __init__(self, folder: Path, when: str) -> None:
@@ -50,13 +51,6 @@ class Killed(LitTiny):
         if step % SAVE_EVERY == 0 and step < RECIPE.max_steps:
             self.at("save")
             self.trainer.save_checkpoint(self.path)
-
-    def on_train_end(self) -> None:
-        handler: Any = self.trainer.strategy._training_optimizer.update.drained_handler()
-        self.arrays = [
-            {name: torch.from_numpy(values.copy()) for name, values in handler.state.read_parameter(index).items()}
-            for index in range(len(handler.steps))
-        ]
 
 
 def main() -> None:

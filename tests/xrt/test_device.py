@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_smartinfinity.planning.memory import host_bytes
+from lightning_smartinfinity.planning.simulator.handler import Route
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.storage.state.commit_record import encode_record
 from tests.helpers.card_runs import OPTIMIZERS, beside_host, cards, same_as_host, settled_host
@@ -18,6 +20,8 @@ from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import align
 from tests.pipeline.fake_link import CudaRun, FakeLink
 from tests.pipeline.harness import Case, running
+from tests.planning.test_memory import CASE as PLANNED
+from tests.planning.test_memory import DENSE
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.long_run import DTYPES, compare
 
@@ -190,6 +194,29 @@ def test_rollback_and_outside_changes(tmp_path: Path, emulated_cards: EmulatedCa
             each.step(1)
 
 
+def test_state_is_written_before_it_is_flushed(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With durability="power", all that each card writes is on its storage when that is flushed for the one record."""
+    written: list[int] = []
+
+    def flushed() -> None:
+        written.extend(folder.write_bytes for folder in (run.handler.traffic() - before).folders)
+        flush()
+
+    case = Case(dtype=torch.bfloat16, num_devices=2, durability="power")
+    with running(tmp_path, case, device=cards(emulated_cards.build.xclbin)) as run:
+        before, plan, flush = run.handler.traffic(), run.collect(1), run.store._flush_files
+        monkeypatch.setattr(run.store, "_flush_files", flushed)
+        plan.active[:] = True
+        run.handler.begin_step(plan)
+        run.handler.commit()
+        extents: list[list[int]] = [[], []]
+        for extent, device in zip(run.layout.extents.extents, run.store.assigned, strict=True):
+            extents[device].append(extent.nbytes)
+    assert written == [sum(of_device) for of_device in extents]
+
+
 def test_threads_memory_and_description(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Each card has a thread of I/O for every buffer, so that no request waits for one of the other direction.
 
@@ -209,3 +236,12 @@ def test_threads_memory_and_description(tmp_path: Path, emulated_cards: Emulated
                 " of host, XRT by native), threads for P2P."
             )
     assert counts[1] - counts[0] == 2 * (8 - 2)
+
+
+@pytest.mark.parametrize("route", [Route.HOST, Route.STORAGE])
+def test_planned_memory(emulated_cards: EmulatedCards, tmp_path: Path, route: Route) -> None:
+    """The predicted memory equals the host's ring for cards and its gradients that wait to be sent, by either route."""
+    device = cards(emulated_cards.build.xclbin, gradient_route=route.value)
+    with running(tmp_path, PLANNED.but(num_devices=2), device=device) as run:
+        held = {"ring": run.handler.ring_bytes, "gradient_arena": run.arena.buffer.nbytes}
+    assert host_bytes(DENSE, arena_item_bytes=4, num_cards=2, route=route) == held

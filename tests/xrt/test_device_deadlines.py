@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_smartinfinity import DeviceError, StorageLockedError
-from lightning_smartinfinity.devices.smartssd import SmartSSDDevice, unreturned
+from lightning_smartinfinity import DeviceError, StorageError, StorageLockedError
+from lightning_smartinfinity.devices.smartssd import unreturned
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
-from lightning_smartinfinity.native import Pipeline
 from lightning_smartinfinity.storage import recover_store
-from tests.helpers.card_runs import beside_host, cards
+from tests.helpers.card_runs import beside_host, cards, pipelines
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
@@ -45,11 +44,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_RECOVERY", 0.0)
 
 
-def pipeline(run: Run, card: int = 0) -> Pipeline:
-    assert isinstance(run.device, SmartSSDDevice)
-    return run.device._workers[card].pipeline
-
-
 @pytest.mark.parametrize("kind", long_but(["run", "gradient up"], ["run", "sync", *HELD]))
 def test_the_host_takes_over(
     tmp_path: Path,
@@ -66,15 +60,15 @@ def test_the_host_takes_over(
     settings = {"timeout": deadline, "gradient_route": "storage" if "gradient" in kind else "host"}
     with beside_host(tmp_path, CASE, emulated_cards.build.xclbin, **settings) as (run, host):
         run.step(0)
-        held = hold(pipeline(run), **HELD[kind]) if kind in HELD else emulated_cards
+        held = hold(pipelines(run)[0], **HELD[kind]) if kind in HELD else emulated_cards
         if held is emulated_cards:
             emulated_cards.inject("hang" if kind == "run" else "stall")
         run.step(1)
         begun = emulated_cards.counter("runs_begun")
         run.steps([2, 3])
-        assert pipeline(run).busy and emulated_cards.counter("runs_begun") == begun
+        assert pipelines(run)[0].busy and emulated_cards.counter("runs_begun") == begun
         held.release()
-        await_that(lambda: not pipeline(run).busy)
+        await_that(lambda: not pipelines(run)[0].busy)
         with caplog.at_level(logging.WARNING):
             run.step(4)
         assert emulated_cards.counter("runs_begun") > begun
@@ -95,7 +89,7 @@ def test_a_late_write_ends_the_step(
     with beside_host(tmp_path, CASE, emulated_cards.build.xclbin, timeout=deadline) as (run, host):
         run.step(0)
         before = run.state()
-        held = hold(pipeline(run), write_at=1)
+        held = hold(pipelines(run)[0], write_at=1)
         run.handler.begin_step(run.collect(1))
         for _ in range(2):
             with pytest.raises(DeviceError, match=r"card 0 has not returned from writing \d+ bytes at offset \d+"):
@@ -110,7 +104,7 @@ def test_a_late_write_ends_the_step(
         with pytest.raises(DeviceError, match="it may still overwrite"):
             run.handler.state.modify(values)
         held.release()
-        await_that(lambda: not pipeline(run).busy)
+        await_that(lambda: not pipelines(run)[0].busy)
         run.step(1)
         host.steps(range(2))
     assert "The host updates" not in caplog.text
@@ -125,7 +119,7 @@ def test_a_store_that_may_still_be_written(
     run = Run(tmp_path, case, device=cards(emulated_cards.build.xclbin, timeout=deadline))
     run.step(0)
     before = run.state()
-    held = hold(pipeline(run), write_at=0)
+    held = hold(pipelines(run)[0], write_at=0)
     run.handler.begin_step(run.collect(1))
     with pytest.raises(DeviceError, match="may still overwrite"):
         run.handler.commit()
@@ -141,14 +135,24 @@ def test_a_store_that_may_still_be_written(
         assert_equal(found, before)
 
 
-def test_one_place_each(tmp_path: Path, emulated_cards: EmulatedCards, deadline: float, hold: Holder) -> None:
-    """A late write to the only place fails the step at once, and the error names the durability that avoids it."""
-    with running(
-        tmp_path, CASE.but(durability="none"), device=cards(emulated_cards.build.xclbin, timeout=deadline)
-    ) as run:
-        held = hold(pipeline(run), write_at=0)
-        run.handler.begin_step(run.collect(0))
-        with pytest.raises(DeviceError, match=rf"did not return within {1000 * deadline:.0f} ms.*durability='step'"):
+@pytest.mark.parametrize(
+    ("is_late", "told"),
+    [(True, r"did not return within \d+ ms.*durability='step'"), (False, "failed: .*durability='step'")],
+)
+def test_one_place_each(
+    tmp_path: Path, emulated_cards: EmulatedCards, deadline: float, hold: Holder, is_late: bool, told: str
+) -> None:
+    """Where state is overwritten nobody can take over: the step fails, says why, and cannot be rolled back."""
+    device = cards(emulated_cards.build.xclbin, timeout=deadline)
+    with running(tmp_path, CASE.but(durability="none"), device=device) as run:
+        run.step(0)
+        held = hold(pipelines(run)[0], write_at=0) if is_late else emulated_cards
+        if not is_late:
+            emulated_cards.inject("error")
+        run.handler.begin_step(run.collect(1))
+        with pytest.raises(DeviceError, match=rf"emulated card 0.*{told}"):
             run.handler.commit()
         held.release()
-        await_that(lambda: not pipeline(run).busy)
+        await_that(lambda: not pipelines(run)[0].busy)
+        with pytest.raises(StorageError, match="cannot be rolled back"):
+            run.handler.roll_back()

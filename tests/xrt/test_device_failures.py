@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity import DeviceError, StorageCorruptError, StorageError
+from lightning_smartinfinity import StorageCorruptError, StorageError
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice, unreturned
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
-from lightning_smartinfinity.native import Pipeline
-from tests.helpers.card_runs import beside_host, cards, settled_host, state_files
+from tests.helpers.card_runs import beside_host, cards, pipelines, settled_host, state_files
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
@@ -146,11 +145,6 @@ def test_state_that_was_corrupted_on_the_card(tmp_path: Path, emulated_cards: Em
             run.step(2)
 
 
-def pipelines(run: Run) -> list[Pipeline]:
-    assert isinstance(run.device, SmartSSDDevice)
-    return [worker.pipeline for worker in run.device._workers]
-
-
 def await_cards(run: Run, emulated_cards: EmulatedCards) -> None:
     """Wait until all that was given up has returned, also a run that hangs only after a slow one was given up."""
 
@@ -211,19 +205,6 @@ def test_close_with_a_hung_run(tmp_path: Path, emulated_cards: EmulatedCards) ->
         run.device.close()
     await_that(unreturned.close_returned)
     assert emulated_cards.counter("num_buffers", 0) == before
-
-
-def test_one_place_each(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Where state is overwritten nobody can take over: the step fails, says why, and cannot be rolled back."""
-    case = CASE.but(durability="none")
-    with running(tmp_path, case, device=cards(emulated_cards.build.xclbin)) as run:
-        run.step(0)
-        emulated_cards.inject("error", card=1)
-        run.handler.begin_step(run.collect(1))
-        with pytest.raises(DeviceError, match=r"emulated card 1 failed: .*durability='step'"):
-            run.handler.commit()
-        with pytest.raises(StorageError, match="cannot be rolled back"):
-            run.handler.roll_back()
 
 
 def test_a_card_that_takes_its_ssd_along(tmp_path: Path, emulated_cards: EmulatedCards) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
+from tests.xrt.fits import same_arrays
 from tests.xrt.killed_worker import RECIPE, SAVE_EVERY
 
 pytestmark = RunIf(xrt=True)
@@ -31,8 +32,7 @@ def assert_same(folder: Path, straight: Path) -> None:
     found, expected = (torch.load(each / "end.pt", weights_only=True) for each in (folder, straight))
     assert 0 < len(found["losses"]) <= len(expected["losses"])
     assert found["losses"] == expected["losses"][-len(found["losses"]) :]
-    for mine, theirs in zip(found["arrays"], expected["arrays"], strict=True):
-        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert same_arrays(found["arrays"], expected["arrays"])
 
 
 def left_in(folder: Path) -> list[Any]:

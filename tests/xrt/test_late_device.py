@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity import DeviceError
-from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
-from lightning_smartinfinity.native import Pipeline
-from tests.helpers.card_runs import beside_host, cards
+from tests.helpers.card_runs import beside_host, cards, pipelines
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
@@ -38,11 +36,6 @@ ROUTES = ("host", "storage")
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give up no card for several failures in a row."""
     monkeypatch.setattr(worker_module, "_MOST_FAILURES", 10 * MOST_STEPS)
-
-
-def pipelines(run: Run) -> list[Pipeline]:
-    assert isinstance(run.device, SmartSSDDevice)
-    return [worker.pipeline for worker in run.device._workers]
 
 
 def await_cards(run: Run) -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.devices.base import FolderTraffic
-from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
-from tests.helpers.card_runs import beside_host
+from tests.helpers.card_runs import beside_host, pipelines
 from tests.helpers.native_testing import Throttle
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that
@@ -107,8 +106,7 @@ def test_parameters_are_there_before_their_state_is_written(begun: Begin, emulat
     throttles: list[Throttle] = []
 
     def prepare(run: Run) -> None:
-        assert isinstance(run.device, SmartSSDDevice)
-        throttles.append(Throttle(run.device._workers[0].pipeline, run.store.files))
+        throttles.append(Throttle(pipelines(run)[0], run.store.files))
 
     step = begun(CASE.but(shapes=((5_000, 0, 0, 0),)), prepare)
     # The state has been read: only its write is slow from now on.

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
 from lightning_smartinfinity.native import Batch, Operation
-from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.card_runs import cards, pipelines, same_as_host, settled_host
 from tests.helpers.golden import STEPS_OF_RULES, random_arrays
 from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
@@ -173,12 +172,11 @@ def test_steps_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, seeds
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,
     ):
-        assert isinstance(run.device, SmartSSDDevice)
         for seed in seeds:
             random = np.random.default_rng(seed)
             slow_down(random, emulated_cards)
-            for worker in run.device._workers:
-                inject(worker.pipeline, seed=seed, max_delay_us=300, short_transfer_every=5)
+            for pipeline in pipelines(run):
+                inject(pipeline, seed=seed, max_delay_us=300, short_transfer_every=5)
             if random.integers(4) == 0:
                 emulated_cards.inject(
                     str(random.choice(FAULTS)), card=int(random.integers(NUM_CARDS)), skipped=int(random.integers(3))

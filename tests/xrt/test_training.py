@@ -20,7 +20,6 @@ from lightning_smartinfinity import (
     SmartInfinityStrategy,
     SmartSSDConfig,
     StorageFullError,
-    TransferConfig,
 )
 from lightning_smartinfinity.devices.smartssd import device
 from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
@@ -31,6 +30,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.xrt.cards import EmulatedCards
+from tests.xrt.fits import SMALL_RING, Reporting, assert_same, on_cards, on_host, trained
 from tests.xrt.long_fit import compare
 
 pytestmark = [
@@ -38,7 +38,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is small for SmartSSDs"),
 ]
 
-SMALL_RING = TransferConfig(tasklet_bytes=64 * 1024, num_buffers=3)
 # It has what Lightning adds to a step, and a parameter that some steps do not use.
 BASE = Recipe(groups=True, scheduler="step", skip_side_at=(1,), depth=1, max_steps=4, accumulate=2)
 SGD = dataclasses.replace(BASE, optimizer="SGD", lr=0.1, eps=None, optimizer_kwargs={"momentum": 0.9, "nesterov": True})
@@ -50,48 +49,6 @@ RECIPES = {
     "SGD": SGD,
     "RMSprop": dataclasses.replace(BASE, optimizer="RMSprop", optimizer_kwargs={"momentum": 0.9, "centered": True}),
 }
-
-
-class Reporting(LitTiny):
-    """Keeps its final state, which it reads before the storage is closed."""
-
-    def on_train_end(self) -> None:
-        self.trainer.strategy.drain()
-        handler = self.trainer.strategy._training_optimizer.rank_state.handler
-        layout = self.trainer.strategy._training_optimizer.partition.layout
-        self.arrays = {
-            name: {array: torch.from_numpy(values) for array, values in handler.state.read_parameter(index).items()}
-            for index, name in enumerate(parameter.name for parameter in layout.parameters)
-        }
-
-
-def on_cards(cards: EmulatedCards, root: Path, **settings: Any) -> SmartInfinityStrategy:
-    config = SmartSSDConfig(xclbin=cards.build.xclbin, **settings.pop("config", {}))
-    return SmartInfinityStrategy(
-        [root / "ssd0", root / "ssd1"],
-        **{"update_device": "smartssd", "smartssd": config, "transfer": SMALL_RING, "overlap": "none", **settings},
-    )
-
-
-def on_host(root: Path) -> SmartInfinityStrategy:
-    return SmartInfinityStrategy(root / "disk", update_device="host", transfer=SMALL_RING, overlap="none")
-
-
-def trained(recipe: Recipe, root: Path, strategy: SmartInfinityStrategy, **settings: Any) -> Reporting:
-    module = Reporting(recipe)
-    settings = {"precision": recipe.precision, "max_steps": recipe.max_steps, **settings}
-    fit(module, root, strategy, accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip, **settings)
-    strategy.close()
-    return module
-
-
-def assert_same(module: Reporting, expected: Reporting) -> None:
-    """Assert equal losses and equal arrays of every parameter."""
-    assert module.losses == expected.losses
-    assert module.arrays.keys() == expected.arrays.keys()
-    for name, arrays in expected.arrays.items():
-        for array, values in arrays.items():
-            assert torch.equal(module.arrays[name][array], values), (name, array)
 
 
 # Runs of a kernel on each card: three for each type of gradients and parameters.

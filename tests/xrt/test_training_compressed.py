@@ -13,10 +13,10 @@ from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.settings import GradientCodec
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
-from tests.helpers.trainers import fit
 from tests.training.test_compression import select_on_cpu
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.test_training import BASE, RECIPES, Reporting, assert_same, on_cards, on_host, trained
+from tests.xrt.fits import Reporting, assert_same, on_cards, on_host, trained
+from tests.xrt.test_training import BASE, RECIPES
 
 pytestmark = [
     RunIf(xrt=True),
@@ -83,16 +83,7 @@ def test_trains_as_on_the_host(
     strategy = on_cards(emulated_cards, tmp_path / "cards", overlap="forward", compression=CODECS[codec], config=config)
     module = Counting(recipe)
     module.failing = emulated_cards if fails else None
-    fit(
-        module,
-        tmp_path,
-        strategy,
-        precision=precision,
-        max_steps=recipe.max_steps,
-        accumulate_grad_batches=recipe.accumulate,
-        gradient_clip_val=recipe.clip,
-    )
-    strategy.close()
+    trained(recipe, tmp_path / "cards", strategy, module)
     assert_same(module, expected)
     assert ("The host updates" in caplog.text) == fails
     # An accumulated element has 4 bytes. The cards get a twentieth of the elements with 2 bytes of index each, or one

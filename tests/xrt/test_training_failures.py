@@ -12,33 +12,32 @@ import pytest
 from lightning_smartinfinity import (
     DeviceError,
     SmartInfinityStrategy,
-    SmartSSDConfig,
-    TransferConfig,
 )
 from lightning_smartinfinity.devices.smartssd import worker
 from tests.helpers.long_cases import long_but
-from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.models import Recipe
 from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT, lenient
 from tests.xrt.cards import EmulatedCards
+from tests.xrt.fits import Reporting, arrays_of, assert_same, on_cards, on_host, same_arrays
 
 pytestmark = [
     RunIf(xrt=True),
     pytest.mark.filterwarnings("ignore:.*is small for SmartSSDs"),
 ]
 
-RING = TransferConfig(tasklet_bytes=64 * 1024, num_buffers=3)
 RECIPE = Recipe(precision="bf16-mixed", depth=1, groups=True, scheduler="step", validate=True, max_steps=4)
 
 
-class Failing(LitTiny):
+class Failing(Reporting):
     """Calls ``fail`` at one moment of its training, and keeps its final state."""
 
     def __init__(self, moment: str, fail: Any, folder: Path) -> None:
         super().__init__(RECIPE)
         self.moment, self.fail, self.folder = moment, fail, folder
+        self.resumed = folder / "half.ckpt" if moment == "resumed" else None
 
     def at(self, moment: str) -> None:
         if moment == self.moment:
@@ -63,40 +62,22 @@ class Failing(LitTiny):
             self.trainer.save_checkpoint(self.folder / "half.ckpt")
 
     def on_train_end(self) -> None:
-        self.trained = trained_to(self.trainer)
+        super().on_train_end()
         self.at("end")
 
 
-def trained_to(trainer: Any) -> list[dict[str, bytes]]:
-    """Return every array of every parameter."""
-    handler = trainer.strategy._training_optimizer.update.drained_handler()
-    arrays = [handler.state.read_parameter(index) for index in range(len(handler.steps))]
-    return [{name: values.tobytes() for name, values in each.items()} for each in arrays]
-
-
-def on_cards(cards: EmulatedCards, root: Path, **settings: Any) -> SmartInfinityStrategy:
-    config = SmartSSDConfig(xclbin=cards.build.xclbin, timeout=settings.pop("timeout", LIMIT))
-    return SmartInfinityStrategy(
-        [root / "ssd0", root / "ssd1"], update_device="smartssd", smartssd=config, transfer=RING, **settings
-    )
-
-
 def fitted(root: Path, strategy: SmartInfinityStrategy, module: Failing, **settings: Any) -> Failing:
-    trainer = quiet_trainer(root, strategy, max_steps=RECIPE.max_steps, val_check_interval=2, **settings)
-    trainer.fit(module, ckpt_path=module.folder / "half.ckpt" if module.moment == "resumed" else None)
+    settings = {"max_steps": RECIPE.max_steps, "val_check_interval": 2, **settings}
+    quiet_trainer(root, strategy, **settings).fit(module, ckpt_path=module.resumed)
     strategy.close()
     return module
-
-
-def on_host(root: Path, moment: str = "never") -> Failing:
-    strategy = SmartInfinityStrategy(root / "host", update_device="host", transfer=RING)
-    return fitted(root, strategy, Failing(moment, None, root))
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Failing:
     """The module that the host trained."""
-    return on_host(tmp_path_factory.mktemp("host"))
+    folder = tmp_path_factory.mktemp("host")
+    return fitted(folder, on_host(folder), Failing("never", None, folder))
 
 
 MOMENTS = ("first step", "save", "validation", "last step", "end")
@@ -133,15 +114,17 @@ def test_at_every_moment(
                 emulated_cards.inject(kind, card=1)
 
         root = tmp_path / moment
-        strategy = on_cards(emulated_cards, root, overlap=overlap, timeout=lenient() if kind == "hang" else LIMIT)
+        config = {"timeout": lenient() if kind == "hang" else LIMIT}
         with caplog.at_level(logging.WARNING):
+            strategy = on_cards(emulated_cards, root, overlap=overlap, config=config)
             module = fitted(root, strategy, Failing(moment, fail, root))
         happened = "emulated card 1 failed: " in caplog.text and "The host updates its" in caplog.text
         assert happened == (moment != "end"), moment  # after the end nothing is asked of a card
-        assert (module.losses, module.validated) == (expected.losses, expected.validated), moment
-        assert module.trained == expected.trained, moment
+        assert module.validated == expected.validated, moment
+        assert_same(module, expected)
     emulated_cards.reset()
-    assert on_host(tmp_path / "save", "resumed").trained == expected.trained
+    root = tmp_path / "save"
+    assert same_arrays(fitted(root, on_host(root), Failing("resumed", None, root)).arrays, expected.arrays)
 
 
 @pytest.mark.parametrize("overlap", long_but(["forward"], ["none", "forward"]))
@@ -157,25 +140,25 @@ def test_a_write_that_does_not_return(
         device = trainer.strategy._training_optimizer.rank_state.handler._device
         late.append((device._workers[1].pipeline, Hold(device._workers[1].pipeline, write_at=0)))
 
-    strategy = on_cards(emulated_cards, tmp_path, overlap=overlap, timeout=lenient())
+    strategy = on_cards(emulated_cards, tmp_path, overlap=overlap, config={"timeout": lenient()})
     trainer = quiet_trainer(tmp_path, strategy, max_steps=RECIPE.max_steps, val_check_interval=2)
     module = Failing("last step", fail, tmp_path)
     with pytest.raises(DeviceError, match=r"card 1 has not returned from writing .*step before is whole"):
         trainer.fit(module)
     ((pipeline, hold),) = late
     trainer.save_checkpoint(tmp_path / "late.ckpt")
-    found = trained_to(trainer)
+    found = arrays_of(trainer)
     assert pipeline.busy and pipeline.writes_out() and hold.count == 1
     assert strategy._training_optimizer.update.drained_handler().generation == RECIPE.max_steps - 1
     hold.release()
     strategy.close()
     shorter = Failing("never", None, tmp_path)
-    quiet_trainer(tmp_path / "host", max_steps=RECIPE.max_steps - 1, val_check_interval=2).fit(shorter)
-    assert found == shorter.trained != expected.trained
+    fitted(tmp_path, on_host(tmp_path / "host"), shorter, max_steps=RECIPE.max_steps - 1)
+    assert same_arrays(found, shorter.arrays) and not same_arrays(found, expected.arrays)
     # With overlap Lightning has already counted the step that was rolled back.
     assert trainer.global_step == RECIPE.max_steps - (overlap == "none")
     again = on_cards(emulated_cards, tmp_path / "again", overlap=overlap)
     resumed = quiet_trainer(tmp_path / "again", again, max_steps=RECIPE.max_steps, val_check_interval=2)
     resumed.fit(Failing("never", None, tmp_path), ckpt_path=tmp_path / "late.ckpt")
-    assert trained_to(resumed) == (expected.trained if overlap == "none" else found)
+    assert same_arrays(arrays_of(resumed), expected.arrays if overlap == "none" else found)
     again.close()
