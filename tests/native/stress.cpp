@@ -1,26 +1,20 @@
-// Works many tiny batches through a Pipeline, and requests of several threads through a TensorStore, under random
-// sizes, threads, delays, short transfers and failures, and compares every bit with a plain loop. Built with sanitizers
-// by test_sanitizers.py.
+// Works many tiny batches through a Pipeline, under random sizes, threads, delays, short transfers and failures, and
+// compares every bit with a plain loop. Built with sanitizers by test_sanitizers.py.
 //
 // Some tasklets are resident, in every third scenario in memory only. In every other scenario parameters are on the
 // fake CUDA device of fake_cuda.cpp, whose copies take their time or fail. Six scenarios of one update rule are
 // followed by six of the next.
-//
-//     stress FOLDER FIRST_SEED NUM_SEEDS FAKE_CUDA_LIBRARY
+
+#include "stress.hpp"
 
 #include <dlfcn.h>
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <iterator>
 #include <memory>
-#include <random>
 #include <string>
 #include <thread>
 #include <variant>
@@ -33,19 +27,11 @@
 #include "cuda/cuda_device.hpp"
 #include "io/io_scheduler.hpp"
 #include "pipeline/pipeline.hpp"
-#include "tensor/memory_pool.hpp"
-#include "tensor/tensor_store.hpp"
 #include "testing/fault_injection.hpp"
 #include "testing/seams.hpp"
 
 namespace smart_infinity {
 namespace {
-
-void require(bool condition, const char* what, std::uint64_t seed) {
-    if (condition) return;
-    std::fprintf(stderr, "seed %llu: %s\n", static_cast<unsigned long long>(seed), what);
-    std::exit(1);
-}
 
 // The controls of the fake driver.
 struct FakeCuda {
@@ -62,25 +48,6 @@ struct FakeCuda {
 };
 
 constexpr int kCudaOutOfMemory = 2;
-
-class Random {
- public:
-    explicit Random(std::uint64_t seed) : generator_(seed) {}
-    std::size_t upto(std::size_t last) { return std::uniform_int_distribution<std::size_t>(0, last)(generator_); }
-    std::size_t between(std::size_t first, std::size_t last) { return first + upto(last - first); }
-    bool coin() { return upto(1) == 1; }
-    template <class Item>
-    void shuffle(std::vector<Item>& items) {
-        std::shuffle(items.begin(), items.end(), generator_);
-    }
-    void fill(std::vector<float>& values) {
-        std::normal_distribution<float> normal;
-        for (float& value : values) value = normal(generator_);
-    }
-
- private:
-    std::mt19937_64 generator_;
-};
 
 struct State {
     std::vector<std::vector<float>> arrays;
@@ -192,11 +159,7 @@ class Scenario {
     }
 
     void open(const std::string& folder) {
-        const std::string path = folder + "/stress-" + std::to_string(::getpid());
-        const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-        require(descriptor >= 0 && ::ftruncate(descriptor, static_cast<off_t>(2 * num_tasklets_ * extent())) == 0,
-                "the file cannot be made", seed_);
-        ::close(descriptor);
+        const std::string path = make_file(folder, "stress", 2 * num_tasklets_ * extent(), seed_);
         files_.push_back(open_file(path));
         ::unlink(path.c_str());
     }
@@ -463,111 +426,18 @@ class Scenario {
     std::unique_ptr<Pipeline> pipeline_;
 };
 
-// Two threads write tensors of any length and read them back, in memory of one pool. Some requests are cancelled, and
-// the last ones are left to close().
-class Tensors {
- public:
-    Tensors(const std::string& folder, std::uint64_t seed, std::shared_ptr<IoScheduler> scheduler)
-        : seed_(seed),
-          random_(seed),
-          scheduler_(std::move(scheduler)),
-          pool_(std::make_shared<MemoryPool>()),
-          // The thread sanitizer does not see that liburing unmaps rings, so only the other thread makes some.
-          store_({make_file(folder), make_file(folder)}, random_.between(1, 4), IoEngineKind::kThreads) {
-        pool_->set_limit(2 * kLongest);
-        Faults faults;
-        faults.seed = seed;
-        faults.max_delay_us = static_cast<std::int64_t>(random_.upto(100));
-        faults.short_transfer_every = static_cast<std::int64_t>(random_.upto(3));
-        if (random_.coin()) faults.fail_write_at = static_cast<std::int64_t>(random_.upto(20));
-        Seams::decorate_engine(store_, [&faults](std::unique_ptr<IoEngine> engine) {
-            return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
-        });
-    }
-
-    void run() {
-        std::thread other([this] { work(0); });
-        work(1);
-        other.join();
-        const auto memory = pool_->take(kLongest);
-        (void)store_.submit(Direction::kRead, store_.allocate(kLongest), 0, memory->data(), kLongest, random_class());
-        store_.close();
-        require(store_.taken_bytes() == 0, "a place was not given back", seed_);
-    }
-
- private:
-    // This is larger than the parts that a request is cut into.
-    static constexpr std::size_t kLongest = (std::size_t{4} << 20) + 16 * kBlockBytes;
-
-    StateFile make_file(const std::string& folder) {
-        const std::string path = folder + "/tensors-" + std::to_string(::getpid());
-        const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-        require(descriptor >= 0, "the file cannot be made", seed_);
-        ::close(descriptor);
-        StateFile file(path, Access::kBuffered, scheduler_);
-        ::unlink(path.c_str());
-        return file;
-    }
-
-    IoClass random_class() { return static_cast<IoClass>(random_.upto(kNumIoClasses - 1)); }
-
-    void work(std::size_t thread) {
-        Random random(2 * seed_ + thread);
-        std::shared_ptr<TensorExtent> kept;
-        for (std::size_t round = 0; round < 6; ++round) {
-            const std::size_t bytes = round == 0 ? kLongest : random.between(1, 16) * kBlockBytes;
-            const auto extent = store_.allocate(bytes);
-            const auto written = pool_->take(bytes), read = pool_->take(bytes);
-            const auto io_class = static_cast<IoClass>(random.upto(kNumIoClasses - 1));
-            const auto submit = [&](Direction direction, std::byte* data) {
-                return store_.submit(direction, extent, 0, data, bytes, io_class);
-            };
-            std::memset(written->data(), static_cast<int>(random.upto(255)), bytes);
-            const auto first = submit(Direction::kWrite, written->data());
-            if (random.coin()) (void)store_.cancel(first);
-            const auto second = submit(Direction::kWrite, written->data());
-            const auto reading = submit(Direction::kRead, read->data());
-            const bool failed = store_.wait(second).has_value();
-            require(store_.wait(reading).has_value() == failed, "a read found what was not written", seed_);
-            (void)store_.wait(first);
-            require(store_.done(first) && store_.done(second) && store_.done(reading), "it has not ended", seed_);
-            if (failed) {
-                require(!store_.wait(submit(Direction::kWrite, written->data())), "the next attempt failed", seed_);
-                require(!store_.wait(submit(Direction::kRead, read->data())), "the next read failed", seed_);
-            }
-            require(std::memcmp(read->data(), written->data(), bytes) == 0, "the content differs", seed_);
-            if (random.coin()) kept = extent;
-        }
-    }
-
-    const std::uint64_t seed_;
-    Random random_;
-    std::shared_ptr<IoScheduler> scheduler_;
-    std::shared_ptr<MemoryPool> pool_;
-    TensorStore store_;
-};
-
 }  // namespace
 }  // namespace smart_infinity
 
 int main(int argc, char** argv) {
-    if (argc != 5) {
-        std::fprintf(stderr, "usage: stress FOLDER FIRST_SEED NUM_SEEDS FAKE_CUDA_LIBRARY\n");
-        return 2;
-    }
-    const std::uint64_t first = std::strtoull(argv[2], nullptr, 10);
-    const std::uint64_t num_seeds = std::strtoull(argv[3], nullptr, 10);
-    const smart_infinity::FakeCuda cuda(argv[4]);
-    smart_infinity::require(smart_infinity::disk_gets_requests_while_handlers_compute(argv[1]),
-                            "the disk waits for handlers", first);
-    for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) {
-        // Both take turns, each with an engine of its own.
-        const auto scheduler = std::make_shared<smart_infinity::IoScheduler>((1 + seed % 4) << 12);
-        std::thread tensors([&] { smart_infinity::Tensors(argv[1], seed, scheduler).run(); });
-        smart_infinity::Scenario(argv[1], seed, cuda, scheduler).run();
-        tensors.join();
-        smart_infinity::require(scheduler->in_flight_bytes() == (1 + seed % 4) << 12, "a ring has no end", seed);
-    }
-    std::printf("%llu scenarios\n", static_cast<unsigned long long>(num_seeds));
-    return 0;
+    using namespace smart_infinity;
+    const FakeCuda cuda(argv[argc - 1]);
+    return run_scenarios(argc, argv, [&](std::uint64_t seed) {
+        if (seed == 0) {
+            require(disk_gets_requests_while_handlers_compute(argv[1]), "the disk waits for handlers", seed);
+        }
+        const auto scheduler = std::make_shared<IoScheduler>((1 + seed % 4) << 12);
+        Scenario(argv[1], seed, cuda, scheduler).run();
+        require(scheduler->in_flight_bytes() == (1 + seed % 4) << 12, "a ring has no end", seed);
+    });
 }

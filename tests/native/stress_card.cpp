@@ -1,23 +1,17 @@
 // Works many tiny batches by a card in this process (fake_card.hpp), with the kernels of hls/, and the same batches by
 // the host, and compares every parameter and every byte on storage. The card hangs, fails and flips bits, and the
 // host then does the work that the card has not done. Some reads and writes of its files block until they are released.
-// Compressed gradients with random damage are read as well. Built with sanitizers by test_sanitizers.py.
-//
-//     stress_card FOLDER FIRST_SEED NUM_SEEDS
+// Built with sanitizers by test_sanitizers.py.
 
-#include <fcntl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -25,8 +19,8 @@
 #include "card/card_kernel.hpp"
 #include "card/card_updater.hpp"
 #include "fake_card.hpp"
-#include "gradient/sparse_gradient.hpp"
 #include "pipeline/pipeline.hpp"
+#include "stress.hpp"
 
 namespace {
 
@@ -92,25 +86,6 @@ namespace {
 
 using fake::CardFault;
 
-void require(bool condition, const char* what, std::uint64_t seed) {
-    if (condition) return;
-    std::fprintf(stderr, "seed %llu: %s\n", static_cast<unsigned long long>(seed), what);
-    std::_Exit(1);
-}
-
-class Random {
- public:
-    explicit Random(std::uint64_t seed) : generator_(seed) {}
-    std::size_t upto(std::size_t last) { return std::uniform_int_distribution<std::size_t>(0, last)(generator_); }
-    std::size_t between(std::size_t first, std::size_t last) { return first + upto(last - first); }
-    bool coin() { return upto(1) == 1; }
-    float normal() { return normal_(generator_); }
-
- private:
-    std::mt19937_64 generator_;
-    std::normal_distribution<float> normal_;
-};
-
 struct Rule {
     const char* kernel;
     std::size_t num_arrays;
@@ -167,16 +142,9 @@ class Scenario {
     }
     std::size_t extent() const { return extent_of(tasklet_numel_); }
 
-    StateFile make_file(const std::string& path, std::size_t bytes) {
-        const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-        require(descriptor >= 0 && ::ftruncate(descriptor, static_cast<off_t>(bytes)) == 0, "no file", seed_);
-        ::close(descriptor);
-        return StateFile(path, Access::kBuffered);
-    }
-
-    Side make_side(const std::string& name) {
-        const std::string path = folder_ + "/" + name + "-" + std::to_string(::getpid());
-        return {make_file(path, 2 * num_tasklets_ * extent()), path, std::vector<float>(numel_)};
+    Side make_side(const char* name) {
+        const std::string path = make_file(folder_, name, 2 * num_tasklets_ * extent(), seed_);
+        return {StateFile(path, Access::kBuffered), path, std::vector<float>(numel_)};
     }
 
     std::unique_ptr<Pipeline> make_host_pipeline(const Side& side) {
@@ -194,8 +162,10 @@ class Scenario {
                          align_up(8 * tasklet_numel_ + 1024, 4096), 4 * tasklet_numel_,
                          std::chrono::milliseconds(10000)};
         if (through_file_) {
-            card.gradient_file =
-                make_file(card_->path + "-gradients", options.num_buffers * card.gradient_buffer_bytes);
+            const std::size_t bytes = options.num_buffers * card.gradient_buffer_bytes;
+            const std::string path = make_file(folder_, "gradients", bytes, seed_);
+            card.gradient_file = StateFile(path, Access::kBuffered);
+            ::unlink(path.c_str());
             gradients_descriptor_ = card.gradient_file->descriptor();
         }
         if (is_impatient()) card.timeout = std::chrono::milliseconds(20);
@@ -442,7 +412,6 @@ class Scenario {
         core_->release();
         gate().open();
         for (const Side* side : {host_.get(), card_.get()}) ::unlink(side->path.c_str());
-        ::unlink((card_->path + "-gradients").c_str());
     }
 
     const std::uint64_t seed_;
@@ -466,76 +435,10 @@ class Scenario {
     std::unique_ptr<Pipeline> on_card_;
 };
 
-// Checks that payloads with random damage are refused or read within bounds. Each has memory of exactly its size.
-class DamagedPayloads {
- public:
-    explicit DamagedPayloads(std::uint64_t seed) : random_(seed), numel_(random_.between(1, 140000)) {}
-
-    void run() {
-        for (int round = 0; round < 40; ++round) {
-            const std::vector<std::byte> payload = damaged();
-            try {
-                SparseGradient gradient(payload.data(), payload.size(), numel_);
-                if (!gradient.check()) read(gradient);
-            } catch (const std::invalid_argument&) {
-                continue;  // the header is wrong
-            }
-        }
-    }
-
- private:
-    std::vector<std::byte> damaged() {
-        const std::size_t num_blocks = (numel_ + 65535) / 65536;
-        const std::size_t count = random_.upto(std::min<std::size_t>(numel_, 300));
-        const std::size_t item = random_.coin() ? 4 : 2;
-        const std::size_t counts = align_up(4 * num_blocks, 64);
-        const std::size_t indices = align_up(2 * count, 64);
-        const std::size_t values = align_up(item * count, 64);
-        std::vector<std::size_t> words{0x4749534c, 1,           numel_,       num_blocks, count,
-                                       4 - item,   counts / 64, indices / 64, values / 64};
-        words.resize((64 + counts + indices + values) / 4);
-        words[16 + random_.upto(num_blocks - 1)] = count;
-        for (std::size_t i = 0; i < count / 2; ++i) words[16 + counts / 4 + i] = (2 * i + 1) << 16 | 2 * i;
-        for (std::size_t i = random_.upto(3); i > 0; --i) {
-            words[random_.upto(words.size() - 1)] = random_.between(0, 70000);
-        }
-        std::vector<std::byte> payload;
-        for (const std::size_t word : words) {
-            for (int shift = 0; shift < 32; shift += 8) payload.push_back(static_cast<std::byte>(word >> shift));
-        }
-        if (random_.upto(9) == 0) payload.resize(random_.upto(payload.size()));
-        payload.shrink_to_fit();
-        return payload;
-    }
-
-    // Reads the gradient in chunks with random ends.
-    void read(const SparseGradient& gradient) {
-        for (std::size_t begin = 0; begin < numel_;) {
-            const std::size_t end = std::min<std::size_t>(numel_, begin + random_.between(1, 40000));
-            std::vector<std::byte> dense((end - begin) * item_bytes(gradient.dtype()));
-            gradient.decode(begin, end, dense.data());
-            begin = end;
-        }
-    }
-
-    Random random_;
-    std::size_t numel_;
-};
-
 }  // namespace
 }  // namespace smart_infinity
 
 int main(int argc, char** argv) {
-    if (argc != 4) {
-        std::fprintf(stderr, "usage: stress_card FOLDER FIRST_SEED NUM_SEEDS\n");
-        return 2;
-    }
-    const std::uint64_t first = std::strtoull(argv[2], nullptr, 10);
-    const std::uint64_t num_seeds = std::strtoull(argv[3], nullptr, 10);
-    for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) {
-        smart_infinity::Scenario(argv[1], seed).run();
-        smart_infinity::DamagedPayloads(seed).run();
-    }
-    std::printf("%llu scenarios\n", static_cast<unsigned long long>(num_seeds));
-    return 0;
+    return smart_infinity::run_scenarios(argc, argv,
+                                         [argv](std::uint64_t seed) { smart_infinity::Scenario(argv[1], seed).run(); });
 }

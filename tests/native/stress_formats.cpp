@@ -1,18 +1,15 @@
 // Works tasklets of random formats, sizes, borders and segments, without I/O, in memory of exact size, so that a
 // sanitizer sees any access beyond it. Built with sanitizers by test_sanitizers.py.
-//
-//     stress_formats FIRST_SEED NUM_SEEDS
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <random>
 #include <vector>
 
 #include "pipeline/compute.hpp"
+#include "stress.hpp"
 #include "testing/seams.hpp"
 
 #if defined(__x86_64__)
@@ -43,12 +40,12 @@ using Arrays = std::vector<std::vector<float>>;
 class Scenario {
  public:
     explicit Scenario(std::uint64_t seed) : seed_(seed), random_(seed) {
-        identity_.state_format = static_cast<std::uint32_t>(upto(kNumStateFormats - 1));
+        identity_.state_format = static_cast<std::uint32_t>(random_.upto(kNumStateFormats - 1));
         tasklet_.num_arrays = kMomentArrays;
-        tasklet_.numel = 1 + upto(upto(3) == 0 ? 30000 : 1500);
-        tasklet_.offset = upto(1 << 20) * kCellNumel;
+        tasklet_.numel = 1 + random_.upto(random_.upto(3) == 0 ? 30000 : 1500);
+        tasklet_.offset = random_.upto(1 << 20) * kCellNumel;
         std::vector<std::uint64_t> borders;
-        for (std::size_t i = upto(40); i > 0; --i) borders.push_back(upto(tasklet_.numel));
+        for (std::size_t i = random_.upto(40); i > 0; --i) borders.push_back(random_.upto(tasklet_.numel));
         tasklet_.blocks = std::make_shared<const Blocks>(borders);
         borders_ = std::move(borders);
         tasklet_.extent_bytes = extent_bytes(regions_of(identity_.format(), tasklet_));
@@ -56,7 +53,7 @@ class Scenario {
     }
 
     void run() {
-        begin_with(upto(1) == 0);
+        begin_with(random_.upto(1) == 0);
         Arrays first = arrays(), second = arrays();
         for (auto& array : first) fill(array);
         for (float& value : first[2]) value = value * value;
@@ -64,7 +61,7 @@ class Scenario {
         copy(Operation::kRead, first);
         copy(Operation::kWrite, first);
         copy(Operation::kRead, second);
-        require(first == second, "what was read becomes other values when it is written");
+        require(first == second, "what was read becomes other values when it is written", seed_);
         update();
         modify();
         copy(Operation::kRead, second);
@@ -76,14 +73,6 @@ class Scenario {
     };
     using Memory = std::unique_ptr<std::byte, Free>;
 
-    std::size_t upto(std::size_t last) { return std::uniform_int_distribution<std::size_t>(0, last)(random_); }
-
-    void require(bool condition, const char* what) const {
-        if (condition) return;
-        std::fprintf(stderr, "seed %llu: %s\n", static_cast<unsigned long long>(seed_), what);
-        std::exit(1);
-    }
-
     Memory make_extent() const {
         return Memory(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, tasklet_.extent_bytes)));
     }
@@ -91,8 +80,7 @@ class Scenario {
     Arrays arrays() const { return Arrays(kMomentArrays, std::vector<float>(tasklet_.numel)); }
 
     void fill(std::vector<float>& values) {
-        std::normal_distribution<float> normal;
-        for (float& value : values) value = std::ldexp(normal(random_), -static_cast<int>(upto(40)));
+        for (float& value : values) value = std::ldexp(random_.normal(), -static_cast<int>(random_.upto(40)));
     }
 
     void work(Operation operation, const std::vector<Segment>& segments, std::byte* extent) {
@@ -100,8 +88,8 @@ class Scenario {
         tasklet.segments = segments;
         const Batch batch{operation, {tasklet}, {kStep}, nullptr};
         const auto before = arithmetic();
-        require(!compute(batch, batch.tasklets.front(), identity_, extent, nullptr), "an extent is refused");
-        require(arithmetic() == before, "the thread computes in another way than before");
+        require(!compute(batch, batch.tasklets.front(), identity_, extent, nullptr), "an extent is refused", seed_);
+        require(arithmetic() == before, "the thread computes in another way than before", seed_);
     }
 
     Segment segment(std::size_t first, std::size_t last, const Arrays& values) const {
@@ -121,8 +109,8 @@ class Scenario {
 
     // Modifies some elements from memory that holds no others.
     void modify() {
-        const std::size_t first = upto(tasklet_.numel - 1);
-        const std::size_t last = first + upto(tasklet_.numel - first);
+        const std::size_t first = random_.upto(tasklet_.numel - 1);
+        const std::size_t last = first + random_.upto(tasklet_.numel - first);
         Arrays values(kMomentArrays, std::vector<float>(last - first));
         for (auto& array : values) fill(array);
         work(Operation::kModify, {segment(first, last, values)}, extent_.get());
@@ -141,8 +129,8 @@ class Scenario {
             std::memcpy(extents.back().get(), extent_.get(), tasklet_.extent_bytes);
             work(Operation::kUpdate, cut(gradients, parameters.back()), extents.back().get());
             require(std::memcmp(extents.back().get(), extents.front().get(), tasklet_.extent_bytes) == 0,
-                    "an instruction set gives another extent");
-            require(parameters.back() == parameters.front(), "an instruction set gives other parameters");
+                    "an instruction set gives another extent", seed_);
+            require(parameters.back() == parameters.front(), "an instruction set gives other parameters", seed_);
         }
         extent_ = std::move(extents.front());
     }
@@ -150,9 +138,10 @@ class Scenario {
     std::vector<Segment> cut(const std::vector<float>& gradients, std::vector<std::uint16_t>& parameters) {
         std::vector<std::uint64_t> cuts{tasklet_.numel};
         for (const std::uint64_t border : borders_) {
-            if (upto(1) == 0) cuts.push_back(border);
+            if (random_.upto(1) == 0) cuts.push_back(border);
         }
-        for (std::size_t i = upto(3); i > 0; --i) cuts.push_back(upto(tasklet_.numel / kCellNumel) * kCellNumel);
+        for (std::size_t i = random_.upto(3); i > 0; --i)
+            cuts.push_back(random_.upto(tasklet_.numel / kCellNumel) * kCellNumel);
         std::sort(cuts.begin(), cuts.end());
         std::vector<Segment> segments;
         std::uint64_t first = 0;
@@ -171,7 +160,7 @@ class Scenario {
     }
 
     std::uint64_t seed_;
-    std::mt19937_64 random_;
+    Random random_;
     Identity identity_;
     Tasklet tasklet_;
     std::vector<std::uint64_t> borders_;
@@ -182,13 +171,5 @@ class Scenario {
 }  // namespace smart_infinity
 
 int main(int argc, char** argv) {
-    if (argc != 3) {
-        std::fprintf(stderr, "usage: stress_formats FIRST_SEED NUM_SEEDS\n");
-        return 2;
-    }
-    const std::uint64_t first = std::strtoull(argv[1], nullptr, 10);
-    const std::uint64_t num_seeds = std::strtoull(argv[2], nullptr, 10);
-    for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) smart_infinity::Scenario(seed).run();
-    std::printf("%llu scenarios\n", static_cast<unsigned long long>(num_seeds));
-    return 0;
+    return smart_infinity::run_scenarios(argc, argv, [](std::uint64_t seed) { smart_infinity::Scenario(seed).run(); });
 }

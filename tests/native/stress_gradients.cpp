@@ -1,16 +1,12 @@
 // Compresses gradients of random tasklets, in memory of exact size, by every codec and on every instruction set, and
 // compares them with a plain sort. Feeds residuals from several threads, runs batches with a codec, and reads payloads
 // with random damage. Allocated bytes are counted. Built with sanitizers by test_sanitizers.py.
-//
-//     stress_gradients FOLDER FIRST_SEED NUM_SEEDS
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -28,6 +24,7 @@
 #include "gradient/top_k.hpp"
 #include "pipeline/compute.hpp"
 #include "pipeline/pipeline.hpp"
+#include "stress.hpp"
 #include "testing/seams.hpp"
 
 namespace {
@@ -56,23 +53,6 @@ namespace smart_infinity {
 namespace {
 
 const AdamStep kStep{0.5f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 5};
-
-void require(bool condition, const char* what, std::uint64_t seed) {
-    if (condition) return;
-    std::fprintf(stderr, "seed %llu: %s\n", static_cast<unsigned long long>(seed), what);
-    std::exit(1);
-}
-
-class Random {
- public:
-    explicit Random(std::uint64_t seed) : generator_(seed) {}
-    std::size_t upto(std::size_t last) { return std::uniform_int_distribution<std::size_t>(0, last)(generator_); }
-    bool coin() { return upto(1) == 1; }
-    float normal() { return std::normal_distribution<float>()(generator_); }
-
- private:
-    std::mt19937_64 generator_;
-};
 
 // The memory of one tasklet. Each piece has its exact size.
 class Gradient {
@@ -316,7 +296,9 @@ class Scenario {
         const std::size_t num_tasklets = 1 + random_.upto(5);
         const std::uint64_t numel = 1 + random_.upto(6000);
         const std::size_t extent = extent_bytes(Regions(kFp32, kMomentArrays, numel, Blocks::grid()));
-        StateFile file = make_file(num_tasklets * extent);
+        const std::string path = make_file(folder_, "gradients", num_tasklets * extent, seed_);
+        const StateFile file(path, Access::kBuffered);
+        ::unlink(path.c_str());
         Pipeline pipeline({{file}, {}, 1 + random_.upto(2), extent, 2, 1 + random_.upto(3), std::nullopt});
         Batch write{Operation::kWrite, {}, {}, nullptr};
         Batch update{Operation::kUpdate, {}, {kStep}, nullptr, codec_, 0};
@@ -366,16 +348,6 @@ class Scenario {
         }
     }
 
-    StateFile make_file(std::size_t bytes) const {
-        const std::string path = folder_ + "/gradients-" + std::to_string(::getpid());
-        const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-        require(descriptor >= 0 && ::ftruncate(descriptor, static_cast<off_t>(bytes)) == 0, "no file", seed_);
-        ::close(descriptor);
-        StateFile file(path, Access::kBuffered);
-        ::unlink(path.c_str());
-        return file;
-    }
-
     const std::string folder_;
     const std::uint64_t seed_;
     Random random_;
@@ -388,13 +360,6 @@ class Scenario {
 }  // namespace smart_infinity
 
 int main(int argc, char** argv) {
-    if (argc != 4) {
-        std::fprintf(stderr, "usage: stress_gradients FOLDER FIRST_SEED NUM_SEEDS\n");
-        return 2;
-    }
-    const std::uint64_t first = std::strtoull(argv[2], nullptr, 10);
-    const std::uint64_t num_seeds = std::strtoull(argv[3], nullptr, 10);
-    for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) smart_infinity::Scenario(argv[1], seed).run();
-    std::printf("%llu scenarios\n", static_cast<unsigned long long>(num_seeds));
-    return 0;
+    return smart_infinity::run_scenarios(argc, argv,
+                                         [argv](std::uint64_t seed) { smart_infinity::Scenario(argv[1], seed).run(); });
 }

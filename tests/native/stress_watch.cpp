@@ -1,8 +1,6 @@
 // Lets watches of up to five ranks talk, end and misunderstand each other in random scenarios, while other threads ask
 // them and tell them things. In each, one rank is lost in the end, and all others must learn which. Built with
 // sanitizers by test_sanitizers.py.
-//
-//     stress_watch FIRST_SEED NUM_SEEDS
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -10,14 +8,13 @@
 #include <atomic>
 #include <chrono>
 #include <csignal>
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "stress.hpp"
 #include "watch/rank_watch.hpp"
 
 namespace {
@@ -27,13 +24,6 @@ using namespace std::chrono_literals;
 
 // A message arrives within this time, also under a sanitizer and on a busy machine.
 constexpr std::chrono::milliseconds kLongestWait = 120s;
-
-void require(bool holds, const char* what, unsigned seed) {
-    if (holds) return;
-    std::printf("seed %u: %s\n", seed, what);
-    std::fflush(stdout);
-    std::_Exit(1);
-}
 
 struct Scenario {
     explicit Scenario(unsigned seed) : seed(seed), random(seed), num_ranks(2 + static_cast<int>(random() % 4)) {
@@ -137,10 +127,6 @@ struct Scenario {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc != 3) return 2;
     std::signal(SIGTERM, [](int) {});
-    const auto first = static_cast<unsigned>(std::atoi(argv[1])), count = static_cast<unsigned>(std::atoi(argv[2]));
-    for (unsigned seed = first; seed < first + count; ++seed) Scenario(seed).run();
-    std::printf("%u scenarios\n", count);
-    return 0;
+    return run_scenarios(argc, argv, [](std::uint64_t seed) { Scenario(static_cast<unsigned>(seed)).run(); });
 }

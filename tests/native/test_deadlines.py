@@ -177,10 +177,3 @@ def test_the_end_of_the_process_is_asked_for(tmp_path: Path, asks: str) -> None:
         assert hold.count == 1 and state.pipeline.busy
         hold.release()
         await_that(lambda: not state.pipeline.busy)
-
-
-@pytest.mark.parametrize("timeout_ms", [0, -1])
-def test_limits_that_are_none(timeout_ms: int) -> None:
-    """A limit is at least a millisecond."""
-    with pytest.raises(ValueError, match="timeout_ms must be at least 1"):
-        FileQueue(timeout_ms=timeout_ms)

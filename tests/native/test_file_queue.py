@@ -58,31 +58,27 @@ def test_what_is_written_is_read(file: StateFile, faults: dict[str, int]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("start", "faults", "number"),
+    ("start", "faults", "kind", "number"),
     [
-        ("read", {"fail_read_at": 2}, errno.EIO),
-        ("write", {"fail_write_at": 1, "errno": errno.ENOSPC}, errno.ENOSPC),
+        ("read", {"fail_read_at": 2}, "io", errno.EIO),
+        ("write", {"fail_write_at": 1, "errno": errno.ENOSPC}, "io", errno.ENOSPC),
+        pytest.param("read", {}, "short", 0, id="past the end"),
     ],
 )
-def test_a_failing_transfer(file: StateFile, start: str, faults: dict[str, int], number: int) -> None:
+def test_a_failing_transfer(file: StateFile, start: str, faults: dict[str, int], kind: str, number: int) -> None:
     """If one part fails, the request fails with path, offset and errno, and the next request works."""
     queue, (memory, _) = FileQueue(), buffer()
     inject(queue, **faults)
     begin: Callable[..., int] = getattr(queue, start)
-    failure = queue.wait(begin(file, offset=0, address=memory.address, nbytes=NUM_BYTES))
+    end = NUM_BYTES + 2 * BLOCK
+    offset, nbytes = (0, NUM_BYTES) if faults else (end - BLOCK, 2 * BLOCK)
+    failure = queue.wait(begin(file, offset=offset, address=memory.address, nbytes=nbytes))
     assert isinstance(failure, Failure)
-    assert (failure.kind, failure.errno, failure.path) == ("io", number, file.path)
+    assert (failure.kind, failure.errno, failure.path) == (kind, number, file.path)
     assert f"offset {failure.offset}" in failure.message and file.path in failure.message
-    assert os.strerror(number) in failure.message and "tasklet" not in failure.message
+    assert "tasklet" not in failure.message
+    assert os.strerror(number) in failure.message if faults else failure.offset == end
     assert queue.wait(begin(file, offset=0, address=memory.address, nbytes=BLOCK)) is None
-
-
-def test_reading_past_the_end(file: StateFile) -> None:
-    """Reading past the end of a file fails."""
-    queue, (memory, _) = FileQueue(), buffer(2 * BLOCK)
-    size = os.stat(file.path).st_size
-    failure = queue.wait(queue.read(file, offset=size - BLOCK, address=memory.address, nbytes=2 * BLOCK))
-    assert failure is not None and failure.kind == "short" and failure.offset == size
 
 
 def test_what_cannot_be_transferred_is_refused(file: StateFile) -> None:
@@ -100,6 +96,8 @@ def test_what_cannot_be_transferred_is_refused(file: StateFile) -> None:
         *((lambda part=part: read(**part), "whole blocks") for part in in_blocks),
         (lambda: queue.wait(ticket + 1), "no ticket"),
         (lambda: FileQueue(io_threads=0), "io_threads"),
+        (lambda: FileQueue(timeout_ms=0), "timeout_ms must be at least 1"),
+        (lambda: FileQueue(timeout_ms=-1), "timeout_ms must be at least 1"),
         (lambda: [queue.close(), queue.close(), read()], "closed"),
     ):
         with pytest.raises(ValueError, match=problem):

@@ -34,9 +34,7 @@ def test_stress(tmp_path: Path, sanitizers: str) -> None:
     """There is no bad access, leak, undefined behaviour or race, and every bit equals that of a plain loop."""
     build = built(sanitizers)
     for program in PROGRAMS:
-        folder = [] if program in ("stress_watch", "stress_formats") else [tmp_path]
-        library = [build / "libfake_cuda.so"] if program == "stress" else []
-        completed = run_with_threads(build / program, *folder, "0", NUM_SEEDS, *library)
+        completed = run_with_threads(build / program, tmp_path, "0", NUM_SEEDS, build / "libfake_cuda.so")
         told = f"{program}\n{completed.stdout}\n{completed.stderr}"
         assert (completed.returncode, completed.stdout) == (0, f"{NUM_SEEDS} scenarios\n"), told
 

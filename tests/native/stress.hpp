@@ -1,0 +1,63 @@
+// What the stress programs share. Each is called with FOLDER FIRST_SEED NUM_SEEDS FAKE_CUDA_LIBRARY.
+
+#pragma once
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace smart_infinity {
+
+inline void require(bool condition, const char* what, std::uint64_t seed) {
+    if (condition) return;
+    std::fprintf(stderr, "seed %llu: %s\n", static_cast<unsigned long long>(seed), what);
+    std::_Exit(1);
+}
+
+class Random {
+ public:
+    explicit Random(std::uint64_t seed) : generator_(seed) {}
+    std::size_t upto(std::size_t last) { return std::uniform_int_distribution<std::size_t>(0, last)(generator_); }
+    std::size_t between(std::size_t first, std::size_t last) { return first + upto(last - first); }
+    bool one_in(std::size_t number) { return upto(number - 1) == 0; }
+    bool coin() { return one_in(2); }
+    float normal() { return normal_(generator_); }
+    template <class Item>
+    void shuffle(std::vector<Item>& items) {
+        std::shuffle(items.begin(), items.end(), generator_);
+    }
+    void fill(std::vector<float>& values) {
+        for (float& value : values) value = normal();
+    }
+
+ private:
+    std::mt19937_64 generator_;
+    std::normal_distribution<float> normal_;
+};
+
+// Makes a file of this length and returns its path, which the caller unlinks.
+inline std::string make_file(const std::string& folder, const char* name, std::size_t bytes, std::uint64_t seed) {
+    const std::string path = folder + "/" + name + "-" + std::to_string(::getpid());
+    const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    require(descriptor >= 0 && ::ftruncate(descriptor, static_cast<off_t>(bytes)) == 0, "no file", seed);
+    ::close(descriptor);
+    return path;
+}
+
+inline int run_scenarios(int argc, char** argv, const std::function<void(std::uint64_t)>& run) {
+    if (argc != 5) return 2;
+    const std::uint64_t first = std::strtoull(argv[2], nullptr, 10), number = std::strtoull(argv[3], nullptr, 10);
+    for (std::uint64_t seed = first; seed < first + number; ++seed) run(seed);
+    std::printf("%llu scenarios\n", static_cast<unsigned long long>(number));
+    return 0;
+}
+
+}  // namespace smart_infinity
