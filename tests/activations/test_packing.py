@@ -245,6 +245,18 @@ def test_a_step_between_forward_and_backward(tmp_path: Path) -> None:
             loss.backward()
 
 
+def test_a_backward_within_forward_saves_nothing_here(tmp_path: Path) -> None:
+    """What autograd saves while it runs backward passes through."""
+    x = torch.randn(1000, requires_grad=True)
+    with opened(tmp_path) as activations, activations.forward(x):
+        y = (x * 2).exp().sum()
+        before = activations.traffic().saved_bytes
+        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+        assert activations.traffic().saved_bytes == before > 0
+        gradient.sum().backward()
+    assert torch.equal(x.grad, 4 * (x * 2).exp().detach())
+
+
 def test_code_that_refuses_hooks(tmp_path: Path) -> None:
     """Its error names paused(), in which it works, and behind which tensors are offloaded again."""
     x = torch.randn(1000, requires_grad=True)

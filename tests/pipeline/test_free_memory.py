@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,51 +37,53 @@ def machine(root: Path, *, group: str | None = None, line: str = "0::", **limits
     return root
 
 
-OF_MACHINE = MemoryLimit(64 * GIB, 40 * GIB)
+NO_LIMIT = 9223372036854771712  # as version 1 reports it
+MACHINES: dict[str, tuple[dict[str, Any], list[MemoryLimit]]] = {
+    # MemAvailable is the free memory, not MemFree.
+    "no limits": ({}, []),
+    # The limit of an outer control group counts too. Inactive file pages count as available.
+    "a container": (
+        {
+            "group": "/a/b",
+            "a": {
+                "memory.max": f"{16 * GIB}\n",
+                "memory.current": f"{10 * GIB}\n",
+                "memory.stat": f"anon 7\ninactive_file {2 * GIB}\nactive_file 9\n",
+            },
+            "a__b": {"memory.max": "max\n", "memory.current": "1\n"},
+        },
+        [MemoryLimit(16 * GIB, 8 * GIB)],
+    ),
+    # The container's limit is at the top of the mounted hierarchy, as the process's path is the host's.
+    "a container of version 1": (
+        {
+            "group": "/docker/abc",
+            "line": "9:freezer,memory:",
+            "memory": {
+                "memory.limit_in_bytes": f"{16 * GIB}\n",
+                "memory.usage_in_bytes": f"{10 * GIB}\n",
+                "memory.stat": f"inactive_file 5\ntotal_inactive_file {2 * GIB}\n",
+            },
+            "memory__docker__abc": {"memory.limit_in_bytes": f"{NO_LIMIT}\n", "memory.usage_in_bytes": "1\n"},
+        },
+        [MemoryLimit(NO_LIMIT, NO_LIMIT - 1), MemoryLimit(16 * GIB, 8 * GIB)],
+    ),
+}
 
 
-def test_a_machine_without_limits(tmp_path: Path) -> None:
-    """Without a control group MemAvailable is the free memory, not MemFree."""
-    report = measure_memory(reserved=5, root=machine(tmp_path))
+@pytest.mark.parametrize("name", MACHINES)
+def test_limits_of_a_machine(tmp_path: Path, name: str) -> None:
+    """Limits of the machine and of control groups are found, with what they leave."""
+    files, limits = MACHINES[name]
+    report = measure_memory(reserved=5, root=machine(tmp_path, **files))
     assert (report.machine, report.reserved) == (machine_identity(), 5)
-    assert list(report.limits.values()) == [OF_MACHINE]
+    assert list(report.limits.values()) == [MemoryLimit(64 * GIB, 40 * GIB), *limits]
 
 
-def test_a_container(tmp_path: Path) -> None:
-    """The limit of an outer control group counts too. Inactive file pages count as available."""
-    root = machine(
-        tmp_path,
-        group="/a/b",
-        a={
-            "memory.max": f"{16 * GIB}\n",
-            "memory.current": f"{10 * GIB}\n",
-            "memory.stat": f"anon 7\ninactive_file {2 * GIB}\nactive_file 9\n",
-        },
-        a__b={"memory.max": "max\n", "memory.current": "1\n"},
-    )
-    report = measure_memory(reserved=0, root=root)
-    assert list(report.limits.values()) == [OF_MACHINE, MemoryLimit(16 * GIB, 8 * GIB)]
-
-
-def test_a_container_of_version_1(tmp_path: Path) -> None:
-    """With cgroup version 1 the container's limit is at the top of the mounted hierarchy.
-
-    The process's path is the host's. A group without a limit reports a huge one.
-    """
-    root = machine(
-        tmp_path,
-        group="/docker/abc",
-        line="9:freezer,memory:",
-        memory={
-            "memory.limit_in_bytes": f"{16 * GIB}\n",
-            "memory.usage_in_bytes": f"{10 * GIB}\n",
-            "memory.stat": f"inactive_file 5\ntotal_inactive_file {2 * GIB}\n",
-        },
-        memory__docker__abc={"memory.limit_in_bytes": "9223372036854771712\n", "memory.usage_in_bytes": "1\n"},
-    )
-    report = measure_memory(reserved=0, root=root)
-    no_limit = MemoryLimit(9223372036854771712, 9223372036854771711)
-    assert list(report.limits.values()) == [OF_MACHINE, no_limit, MemoryLimit(16 * GIB, 8 * GIB)]
+def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
+    """Without any memory information the cache is empty, and there is no error."""
+    report = measure_memory(reserved=0, root=tmp_path)
+    assert share_of_memory([report], report) == 0
 
 
 def test_containers_see_their_groups_under_one_path(tmp_path: Path) -> None:
@@ -100,12 +104,6 @@ def test_containers_see_their_groups_under_one_path(tmp_path: Path) -> None:
     assert len(in_first) == len(in_second) == 2
     assert in_first & in_second == {"machine"}
     assert in_first < seen_whole, "the path that the host sees leads to the same group"
-
-
-def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
-    """Without any memory information the cache is empty, and there is no error."""
-    report = measure_memory(reserved=0, root=tmp_path)
-    assert share_of_memory([report], report) == 0
 
 
 def report_of(where: str, /, *, reserved: int = 0, **limits: tuple[int, int]) -> MemoryReport:

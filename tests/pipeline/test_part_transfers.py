@@ -23,6 +23,7 @@ from lightning_smartinfinity.pipeline.layout.tensors import lent_tensor
 from lightning_smartinfinity.pipeline.state import part_transfers
 from lightning_smartinfinity.pipeline.state.part_transfers import PartTransfers
 from lightning_smartinfinity.planning import needs
+from lightning_smartinfinity.storage import StoredTensor
 from lightning_smartinfinity.storage.io.scheduling import io_waits, scheduler_of
 from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 from tests.helpers.native_testing import Hold, inject
@@ -44,6 +45,14 @@ def store(tmp_path: Path) -> Iterator[TensorStore]:
 
 def noise(numel: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def read(parts: PartTransfers, stored: StoredTensor, numel: int) -> torch.Tensor:
+    """Return the first bytes of a parameter."""
+    values = torch.empty(numel, dtype=torch.uint8)
+    parts.get(stored, 0, values)
+    parts.synchronize()
+    return values
 
 
 @pytest.mark.parametrize(("direct_io", "engine"), [("on", "io_uring"), ("off", "plain")])
@@ -92,7 +101,7 @@ def test_parts_in_any_order(store: TensorStore, seed: int) -> None:
     stored = [store.add(tensor.numel()) for tensor in plain]
     for parameter, tensor in zip(stored, plain, strict=True):
         parts.put(parameter, 0, tensor)
-    read: list[tuple[torch.Tensor, torch.Tensor]] = []
+    got: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number in range(60):
         index = choose.randrange(len(plain))
         whole = plain[index]
@@ -106,16 +115,13 @@ def test_parts_in_any_order(store: TensorStore, seed: int) -> None:
         else:
             values = torch.empty(end - begin, dtype=torch.uint8)
             parts.get(stored[index], begin, values)
-            read.append((values, whole[begin:end].clone()))
+            got.append((values, whole[begin:end].clone()))
         if choose.random() < 0.2:
             parts.synchronize()
-            assert all(torch.equal(values, expected) for values, expected in read)
+            assert all(torch.equal(values, expected) for values, expected in got)
     parts.synchronize()
     for parameter, tensor in zip(stored, plain, strict=True):
-        values = torch.empty(tensor.numel(), dtype=torch.uint8)
-        parts.get(parameter, 0, values)
-        parts.synchronize()
-        assert torch.equal(values, tensor)
+        assert torch.equal(read(parts, parameter, tensor.numel()), tensor)
 
 
 def test_consecutive_parts_read_nothing(store: TensorStore) -> None:
@@ -130,32 +136,25 @@ def test_consecutive_parts_read_nothing(store: TensorStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "error"),
-    [({"fail_write_at": 1}, StorageError), ({"fail_write_at": 0, "errno": errno.ENOSPC}, StorageFullError)],
+    ("faults", "error", "doing"),
+    [
+        ({"fail_write_at": 1}, StorageError, "writing"),
+        ({"fail_write_at": 0, "errno": errno.ENOSPC}, StorageFullError, "writing"),
+        ({"fail_read_at": 0}, StorageError, "reading"),
+    ],
 )
-def test_a_write_that_fails(store: TensorStore, faults: dict[str, int], error: type[StorageError]) -> None:
-    """A failed write raises with the file's name, leaves nothing in flight, and can be repeated."""
+def test_a_transfer_that_fails(
+    store: TensorStore, faults: dict[str, int], error: type[StorageError], doing: str
+) -> None:
+    """It raises with the file's name when it is waited for, leaves nothing in flight, and can be repeated."""
     parts, parameter, values = PartTransfers(store), store.add(LARGE), noise(LARGE, 0)
     inject(store.core, **faults)
     parts.put(parameter, 0, values)
-    with pytest.raises(error, match=r"Parameters: writing .*unnamed file"):
-        parts.synchronize()
-    parts.synchronize()
+    with pytest.raises(error, match=rf"Parameters: {doing} .*unnamed file"):
+        read(parts, parameter, LARGE)
+    assert not parts._in_flight
     parts.put(parameter, 0, values)
-    parts.synchronize()
-    found = torch.empty(LARGE, dtype=torch.uint8)
-    parts.get(parameter, 0, found)
-    parts.synchronize()
-    assert torch.equal(found, values)
-
-
-def test_a_read_that_fails(store: TensorStore) -> None:
-    """A failed read raises with the file's name when it is waited for."""
-    parts, parameter = PartTransfers(store), store.add(BLOCK)
-    inject(store.core, fail_read_at=0)
-    parts.get(parameter, 0, torch.empty(BLOCK, dtype=torch.uint8))
-    with pytest.raises(StorageError, match=r"Parameters: reading .*unnamed file"):
-        parts.synchronize()
+    assert torch.equal(read(parts, parameter, LARGE), values)
 
 
 def test_an_interrupted_wait_keeps_memory_and_order(store: TensorStore) -> None:
@@ -191,14 +190,14 @@ def test_an_interrupt_behind_the_start_of_a_read(store: TensorStore) -> None:
     """Memory that a read still fills is not lent to others, although nobody has its ticket."""
     pool, parameter, hold = MemoryPool(), store.add(BLOCK), Hold(store.core, read_at=0)
 
-    def read(*place: Any, **settings: Any) -> int:
+    def interrupted_read(*place: Any, **settings: Any) -> int:
         ticket = store.core.read(*place, **settings)
         for _ in iter(ctypes.pythonapi.PyErr_SetInterrupt, None):  # the interpreter looks for signals behind calls only
             return ticket
         raise AssertionError
 
     with pytest.raises(KeyboardInterrupt):
-        store._start(partial(read), parameter, lent_tensor(pool, BLOCK), 0, IoClass.AWAITED)
+        store._start(partial(interrupted_read), parameter, lent_tensor(pool, BLOCK), 0, IoClass.AWAITED)
     gc.collect()
     assert pool.lent_bytes == BLOCK
     hold.release()
@@ -264,10 +263,7 @@ def test_parts_after_an_interrupt(store: TensorStore, monkeypatch: pytest.Monkey
     parts.put(second, 0, torch.ones(1 << 20, dtype=torch.uint8))
     parts.synchronize()
     inject(store.core)
-    found = torch.empty(4 << 20, dtype=torch.uint8)
-    parts.get(first, 0, found)
-    parts.synchronize()
-    assert torch.equal(found, values[: found.numel()])
+    assert torch.equal(read(parts, first, 4 << 20), values[: 4 << 20])
 
 
 def test_memory_of_parts_is_bounded(store: TensorStore) -> None:
@@ -280,10 +276,10 @@ def test_memory_of_parts_is_bounded(store: TensorStore) -> None:
         assert parts.nbytes <= part_transfers._POOL_BYTES + BLOCK
         assert len(parts._in_flight) <= part_transfers._REQUESTS_IN_FLIGHT
     parts.synchronize()
-    found = torch.empty(24 << 20, dtype=torch.uint8)
-    parts.get(large, 0, found)
-    parts.synchronize()
-    assert torch.equal(found, noise(24 << 20, 0)) and parts.nbytes <= part_transfers._POOL_BYTES + BLOCK
+    assert (
+        torch.equal(read(parts, large, 24 << 20), noise(24 << 20, 0))
+        and parts.nbytes <= part_transfers._POOL_BYTES + BLOCK
+    )
 
 
 def test_parameters_are_dealt_to_the_emptiest_folder(store: TensorStore) -> None:
@@ -347,10 +343,7 @@ def test_what_is_not_what_was_written_is_refused(store: TensorStore, damage: str
     parts.put(parameter, BLOCK + 10, noise(10, 2))
     with pytest.raises(StorageCorruptError, match=rf"block at offset {offset} of .*unnamed file\) does not hold"):
         parts.synchronize()  # the rest of the block is read
-    parts.get(parameter, 0, torch.empty(LARGE, dtype=torch.uint8))
     with pytest.raises(StorageCorruptError, match="resume from a checkpoint"):
-        parts.synchronize()
+        read(parts, parameter, LARGE)
     parts.put(parameter, 0, values)
-    parts.get(parameter, 0, old)
-    parts.synchronize()
-    assert torch.equal(old, values)
+    assert torch.equal(read(parts, parameter, LARGE), values)

@@ -16,7 +16,9 @@ from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.native import Batch
 from lightning_smartinfinity.pipeline.layout.tensors import native_dtype
 from lightning_smartinfinity.pipeline.parameters.partitions import TensorPartition
+from lightning_smartinfinity.pipeline.parameters.staged_submission import StagedSubmission
 from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagingBuffer
+from lightning_smartinfinity.pipeline.parameters.submissions import Assignment
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import LIMIT, await_that
 from tests.pipeline.harness import Case, Run, assert_equal, layout_of, running
@@ -182,6 +184,34 @@ def test_threads_end_with_their_steps(tmp_path: Path, end: str) -> None:
 
 def of_staging() -> list[Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "smart-infinity-staging"]
+
+
+def test_work_that_never_began(tmp_path: Path) -> None:
+    """Without tasklets there is nothing to wait for, and what was stopped before it began does not begin."""
+    with running(tmp_path, SMALL_RING) as run:
+        before = torch.cat(run.partition)
+        staging = StagingBuffer(run.layout, dtype=native_dtype(torch.float32), nbytes=1 << 20)
+
+        def submission(tasklets: list[int]) -> StagedSubmission:
+            assignment = Assignment(
+                device=run.device, layout=run.layout, make_batch=refuse, tasklets=tasklets, pieces=list
+            )
+            return StagedSubmission(assignment, TensorPartition(run.partition), staging)
+
+        def refuse(memory: object, tasklets: Sequence[int]) -> list[Batch]:
+            assert not tasklets, "work has begun"
+            return []
+
+        empty = submission([])
+        empty.start()
+        empty.wait([3])
+        empty.finish()
+        stopped = submission([0, 1])
+        stopped.stop()
+        stopped.start()
+        stopped.wait([0])
+        assert not of_staging()
+        assert torch.equal(torch.cat(run.partition), before)
 
 
 def test_what_is_copied_already_waits_for_no_other_tasklet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
