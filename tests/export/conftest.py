@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.export.models import LitModel
-from tests.export.trained import Trained, train
+from tests.export.models import LitModel, Trained, train
 
 
 @pytest.fixture(scope="session")

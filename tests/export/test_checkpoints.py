@@ -26,11 +26,8 @@ from lightning_smartinfinity.errors import (
     UnsupportedError,
 )
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
-from lightning_smartinfinity.storage.folders.replacement import beside
-from lightning_smartinfinity.storage.folders.staging_folder import mark_of
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import MODEL_KEY
-from tests.export.models import LitModel, build, logits
-from tests.export.trained import Trained, files_of, train
+from tests.export.models import LitModel, Trained, build, files_of, logits, train
 from tests.helpers.attacks import Attack
 from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
@@ -208,29 +205,39 @@ def test_frozen_weights_that_were_left_out_come_from_the_model(tmp_path: Path) -
     assert torch.equal(logits(loaded), training.logits)
 
 
+def small_files_of(folder: Path) -> dict[str, bytes]:
+    """Return the files of an export but those that every export has."""
+    weights = {"config.json", "generation_config.json", "model.safetensors"}
+    files = files_of(folder)
+    assert files.keys() >= weights
+    return {name: content for name, content in files.items() if name not in weights}
+
+
 def test_small_files_come_from_several_folders(tmp_path: Path) -> None:
-    """Each folder supplies what earlier ones lack, except that all files of the tokenizer come from one."""
+    """Each folder supplies what earlier ones lack, except that all files of the tokenizer come from one.
+
+    Weights and other files of a folder from which the model was loaded are not copied.
+    """
     import transformers
 
     before, named = tmp_path / "before", tmp_path / "named"
     build("gpt2").save_pretrained(before)
     named.mkdir()
-    for folder, names in {
-        before: ("tokenizer.json", "merges.txt", "chat_template.jinja"),
-        named: ("vocab.json",),
-    }.items():
-        for name in (*names, "preprocessor_config.json"):
+    tokenizer = {"tokenizer.json", "merges.txt", "chat_template.jinja"}
+    for folder, names in {before: {*tokenizer, "README.md", "pytorch_model.bin"}, named: {"vocab.json"}}.items():
+        for name in {*names, "preprocessor_config.json"}:
             (folder / name).write_text(folder.name)
     training = train(tmp_path, LitModel("gpt2", model=transformers.GPT2LMHeadModel.from_pretrained(before)))
+    export(training.checkpoint, tmp_path / "plain")
+    assert files_of(tmp_path / "plain") == files_of(tmp_path / "live")
+    assert small_files_of(tmp_path / "plain") == dict.fromkeys({*tokenizer, "preprocessor_config.json"}, b"before")
     export(training.checkpoint, tmp_path / "out", model=named)
-    weights = {"config.json", "generation_config.json", "model.safetensors"}
-    small = {name: text for name, text in files_of(tmp_path / "out").items() if name not in weights}
-    assert small == {"vocab.json": b"named", "preprocessor_config.json": b"named", "chat_template.jinja": b"before"}
+    expected = {"vocab.json": b"named", "preprocessor_config.json": b"named", "chat_template.jinja": b"before"}
+    assert small_files_of(tmp_path / "out") == expected
     (named / "vocab.json").unlink()
     export(training.checkpoint, tmp_path / "more", model=named)
-    assert (
-        (tmp_path / "more" / "tokenizer.json").read_text() == (tmp_path / "more" / "merges.txt").read_text() == "before"
-    )
+    more = small_files_of(tmp_path / "more")
+    assert more["tokenizer.json"] == more["merges.txt"] == b"before"
 
 
 def test_a_checkpoint_names_any_folder_of_the_users(tmp_path: Path) -> None:
@@ -247,15 +254,15 @@ def test_a_checkpoint_names_any_folder_of_the_users(tmp_path: Path) -> None:
     os.mkfifo(named / "merges.txt")
     with (named / "special_tokens_map.json").open("wb") as file:
         file.truncate((128 << 20) + 1)
-    own = {"config.json", "generation_config.json", "model.safetensors"}
     export(training.checkpoint, tmp_path / "out")
-    assert files_of(tmp_path / "out").keys() == {*own, "tokenizer.json"}
+    assert small_files_of(tmp_path / "out").keys() == {"tokenizer.json"}
     (named / "special_tokens_map.json").unlink()
     export(training.checkpoint, tmp_path / "wanted", model=named)
-    assert files_of(tmp_path / "wanted").keys() == {*own, "tokenizer.json", "tokenizer-of-my-bank.txt", "vocab.json"}
+    wanted = {"tokenizer.json", "tokenizer-of-my-bank.txt", "vocab.json"}
+    assert small_files_of(tmp_path / "wanted").keys() == wanted
     (named / "config.json").unlink()  # then it is no folder of a model
     assert "no tokenizer" in " ".join(export(training.checkpoint, tmp_path / "less"))
-    assert files_of(tmp_path / "less").keys() == own
+    assert not small_files_of(tmp_path / "less")
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -373,17 +380,6 @@ def test_free_space_is_checked_first(to: str, trained: Train, tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_export_left_is_removed(trained: Train, tmp_path: Path) -> None:
-    """The next export to the same path leaves nothing beside it."""
-    leftover = beside(tmp_path / "out") / "out"
-    leftover.mkdir(parents=True)
-    mark_of(leftover.parent).touch()
-    (leftover / "model.safetensors").write_text("half")
-    export(trained("llama").checkpoint, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert files_of(tmp_path / "out") == files_of(trained("llama").root / "live")
-
-
 @pytest.mark.parametrize("to", ["safetensors", "lightning"])
 @pytest.mark.parametrize("moment", ["writing", "replacing"])
 def test_a_killed_export_leaves_nothing_under_its_name(
@@ -392,7 +388,7 @@ def test_a_killed_export_leaves_nothing_under_its_name(
     """A process that is killed while it writes, or before the last rename, leaves no OUT; the next export is whole."""
     attack("kill within an export", tries=1, outcome="nothing is left under its name")
     checkpoint, out = trained("llama").checkpoint, tmp_path / "out"
-    killed = run_module("tests.export.killed_worker", moment, checkpoint, out, to)
+    killed = run_module("tests.export.worker", "killed", moment, checkpoint, out, to)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     assert not out.exists()
     assert list(tmp_path.iterdir())  # it was killed in the middle
@@ -450,45 +446,39 @@ def test_an_export_stays_out_of_the_checkpoint(trained: Train, tmp_path: Path) -
         export(trained("llama").checkpoint, tmp_path / "link" / "out")
 
 
-@pytest.mark.parametrize("bad", ["missing", "file", "folder", "nul\0byte"])
-def test_what_is_no_checkpoint_is_refused(bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command prints our error, and exits with 1."""
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "missing": (["{root}/missing"], "checkpoint"),
+    "a file": (["{root}/file"], "checkpoint"),
+    "a folder": (["{root}/folder"], "checkpoint"),
+    "a NUL byte": (["{root}/nul\0byte"], "checkpoint"),
+    "checkpoints in it": (
+        ["{root}/logs"],
+        "Pass a checkpoint in it: {root}/logs/version_0/step=1.ckpt, {root}/logs/version_0/step=2.ckpt, "
+        "{root}/logs/version_0/step=3.ckpt and 1 more.",
+    ),
+    "a model that is no folder": (
+        ["{checkpoint}", "--model", "{root}/missing"],
+        "'{root}/missing') of an export is no folder",
+    ),
+    **{
+        option: (["{checkpoint}", "--to", "lightning", option, value], f"{option} does not apply to --to lightning")
+        for option, value in {"--model": "{root}", "--submodule": "inner.model", "--max-shard-size": "5GB"}.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_command_refuses(name: str, trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints our error, exits with 1, and writes nothing."""
     (tmp_path / "file").write_text("text")
-    (tmp_path / "folder").mkdir()
-    assert main(["export", str(tmp_path / bad), str(tmp_path / "out")]) == 1
-    assert "checkpoint" in capsys.readouterr().err.lower()
+    for folder in ("folder", *(f"logs/version_0/step={step}.ckpt" for step in range(1, 5))):
+        (tmp_path / folder).mkdir(parents=True)
+    arguments, told = REFUSED[name]
+    where = {"root": tmp_path, "checkpoint": trained("llama").checkpoint}
+    checkpoint, *options = (word.format(**where) for word in arguments)
+    assert main(["export", checkpoint, str(tmp_path / "out"), *options]) == 1
+    assert told.format(**where).lower() in capsys.readouterr().err.lower()
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_with_checkpoints_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error names them, as for lightning_logs."""
-    folder = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
-    for step in range(1, 5):
-        (folder / f"step={step}.ckpt").mkdir(parents=True)
-    assert main(["export", str(tmp_path / "lightning_logs"), str(tmp_path / "out")]) == 1
-    error = capsys.readouterr().err
-    assert f"Pass a checkpoint in it: {folder / 'step=1.ckpt'}, " in error
-    assert "step=3.ckpt and 1 more." in error and "step=4" not in error
-
-
-@pytest.mark.parametrize("option", ["--model", "--submodule", "--max-shard-size"])
-def test_options_that_do_not_apply(
-    option: str, trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With --to lightning the command names them, and writes nothing."""
-    value = {"--model": str(trained("llama").root), "--submodule": "inner.model", "--max-shard-size": "5GB"}[option]
-    arguments = [str(trained("llama").checkpoint), str(tmp_path / "out"), "--to", "lightning", option, value]
-    assert main(["export", *arguments]) == 1
-    assert f"{option} does not apply to --to lightning" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_is_no_folder(trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command names it, although the checkpoint describes its model."""
-    missing, out = tmp_path / "missing", tmp_path / "out"
-    assert main(["export", str(trained("llama").checkpoint), str(out), "--model", str(missing)]) == 1
-    assert f"{str(missing)!r}) of an export is no folder" in capsys.readouterr().err
-    assert not out.exists()
 
 
 def test_unknown_words_are_refused() -> None:

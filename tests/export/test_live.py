@@ -20,8 +20,7 @@ from lightning_smartinfinity.errors import CheckpointError, ConfigError, Storage
 from lightning_smartinfinity.export import safetensors_file
 from lightning_smartinfinity.storage.folders import replacement
 from lightning_smartinfinity.storage.folders.replacement import exchange
-from tests.export.models import LitModel, build, tokens
-from tests.export.trained import files_of, train
+from tests.export.models import LitModel, build, files_of, tokens, train
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.trainers import quiet_trainer
 
@@ -120,24 +119,6 @@ def test_a_model_loaded_in_configure_model_is_saved(tmp_path: Path) -> None:
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
     assert files_of(tmp_path / "out") == files_of(tmp_path / "live")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() <= training.weights.keys()
-
-
-def test_a_tokenizer_is_copied_from_where_the_model_came(tmp_path: Path) -> None:
-    """Small files of the folder from which the model was loaded are copied; its weights and other files are not."""
-    import transformers
-
-    before = tmp_path / "before"
-    build("gpt2").save_pretrained(before)
-    copied = {"tokenizer.json": b"{}", "vocab.json": b"[]", "merges.txt": b"a b", "chat_template.jinja": b"{{ x }}"}
-    for name, content in {**copied, "README.md": b"no", "pytorch_model.bin": b"no"}.items():
-        (before / name).write_bytes(content)
-    model = transformers.GPT2LMHeadModel.from_pretrained(before)
-    train(tmp_path, LitModel("gpt2", model=model))
-    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
-    weights = {"config.json", "generation_config.json", "model.safetensors"}
-    assert files_of(tmp_path / "out").keys() == copied.keys() | weights
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "live")
-    assert {name: files_of(tmp_path / "out")[name] for name in copied} == copied
 
 
 @pytest.fixture(params=["exchanged", "renamed"])

@@ -1,7 +1,10 @@
-"""Two processes save what one would save, and raise together."""
+"""Two processes save what one would save, and raise together; memory is taken for a few windows."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +12,18 @@ import pytest
 import torch
 
 from lightning_smartinfinity.cli.main import main
-from tests.export.models import LitModel
-from tests.export.trained import files_of
-from tests.helpers.processes import run_module
+from tests.export.models import LitModel, files_of
+from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.processes import REPOSITORY, run_module
 from tests.helpers.trainers import quiet_trainer
+from tests.helpers.waiting import PROCESS_LIMIT
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train and save on two processes."""
     folder = tmp_path_factory.mktemp("two")
-    done = run_module("tests.export.worker", folder, ranks=2)
+    done = run_module("tests.export.worker", "two", folder, ranks=2)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -59,3 +63,34 @@ def test_every_process_raises_if_one_cannot_write(out: Path) -> None:
     assert "is no folder" in first[0] and "The third write failed" in first[1]
     assert not (out / "failed").exists()
     assert not list(out.glob(".saving*"))
+
+
+DEPTH = 16  # 67 million parameters: 134 MB in bf16, 268 MB of masters
+BOUND = 120_000_000
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Measure in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.export.worker",
+        "memory",
+        str(tmp_path_factory.mktemp("memory")),
+        str(DEPTH),
+    ]
+    environment = fresh_environment() | {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.split("FIGURES ")[1].splitlines()[0])
+    return result
+
+
+@pytest.mark.parametrize("what", ["live", "live_masters", "safetensors", "lightning"])
+def test_an_export_passes_through_windows(what: str, figures: dict[str, Any]) -> None:
+    """Peak memory grows by less than the weights have bytes."""
+    assert 2 * figures["parameters"] > BOUND
+    assert figures[what] < BOUND, figures

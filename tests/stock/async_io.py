@@ -44,8 +44,6 @@ def library() -> ctypes.CDLL:
     loaded.transfer.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64] + [
         ctypes.c_int
     ] * 4
-    target.unlink()
-    target.parent.rmdir()
     return loaded
 
 

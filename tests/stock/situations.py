@@ -1,12 +1,18 @@
 """Situations that users meet, the same for plain Lightning, stock DeepSpeed and smart_infinity.
 
 A situation takes a maker of Trainers and an empty folder, and returns what a user sees.
+
+``python -m tests.stock.situations FOLDER SYSTEM NAME DEVICES`` runs one, also of :mod:`tests.stock.on_nvme`. Rank 0
+saves the result or the error to ``FOLDER/outcome.pt``.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import resource
+import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +29,8 @@ from tests.helpers.initialised import WIDTH
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.plain import Everything, Scenario
 from tests.helpers.random_fit import LitRandom, SaveAt, seed
-from tests.stock.systems import Hook, masters
+from tests.stock.on_nvme import ON_NVME
+from tests.stock.systems import Hook, maker, masters
 from tests.training.configure_model_worker import Built, squares
 from tests.training.model_cases import CHECKPOINTS
 from tests.training.test_loop_exceptions import Breaking, Broken
@@ -278,3 +285,23 @@ def own_batches(recipe: Recipe, make: Any, root: Path) -> Any:
 for name, recipe in OWN_BATCHES.items():
     ON_TWO[name] = functools.partial(own_batches, recipe)
 ON_TWO["checkpointing"] = ON_ONE["checkpointing"]
+
+
+def main() -> None:
+    folder, system, name, devices = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    outcome: dict[str, Any] = {}
+    try:
+        if name in ON_NVME:
+            outcome["result"] = ON_NVME[name](system, folder)
+        else:
+            situation = (ON_ONE if devices == 1 else ON_TWO)[name]
+            outcome["result"] = situation(maker(system, folder, devices), folder)
+    except Exception as error:
+        traceback.print_exc()
+        outcome["error"] = f"{type(error).__name__}: {error}"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        torch.save(outcome, folder / "outcome.pt")
+
+
+if __name__ == "__main__":
+    main()

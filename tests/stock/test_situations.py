@@ -6,28 +6,24 @@ reason given.
 
 from __future__ import annotations
 
+import functools
 import re
-import subprocess
-import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers import reference
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.hard_models import train_plainly
 from tests.helpers.plain import assert_alike
-from tests.helpers.waiting import PROCESS_LIMIT
-from tests.stock.comparison import OURS, stock_fails
+from tests.helpers.processes import run_module
 from tests.stock.situations import OWN_BATCHES, SHARED_WEIGHTS
-from tests.training.worker import REPOSITORY
+from tests.stock.systems import OURS, stock_fails
 
 pytestmark = pytest.mark.long  # tests/training has the same of our strategy, beside other references
-
-Outcomes: TypeAlias = "dict[str, dict[str, Any]]"
-LONG = pytest.mark.long
 
 EQUAL = ("automatic", "clipped_windows", "fit_after_failed_start", "init_by_apply", "manual", "two_fits")
 UNLIKE_PLAIN = {
@@ -57,109 +53,81 @@ ERRORS = {
 """The errors that stock raises. In the other situations it gives wrong results without an error."""
 
 
-def like_plain() -> list[Any]:
-    """Return every situation for our strategy and for stock."""
-    ours = [pytest.param(OURS, name) for name in (*EQUAL, *UNLIKE_PLAIN)]
-    equal = [pytest.param("stock", name, marks=LONG) for name in EQUAL]
-    return ours + equal + [stock_fails(reason, name, marks=[LONG]) for name, reason in UNLIKE_PLAIN.items()]
+JUDGED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "random_states": (
+        "as plain Lightning, it saves no random states: after a resume others are drawn",
+        lambda losses: losses["resumed"] == losses["straight"] != [],
+    ),
+    "flipped_bit": ("trains on with what it read", lambda seen: "damaged" in seen["noticed"]),
+    "failed_save": (
+        "it writes over the checkpoint that is there: neither the old nor the new one is left",
+        lambda seen: not seen["resuming"] and seen["resumed"] == seen["straight"][1:],
+    ),
+}
+"""Situations that are right or wrong by themselves, and what is wrong with stock."""
 
 
-def both(reason: str) -> pytest.MarkDecorator:
-    """Return a mark that runs our strategy, which passes, and stock, which is documented to fail."""
-    return pytest.mark.parametrize("system", [OURS, stock_fails(reason, marks=[LONG])])
+@functools.cache
+def outcome(system: str, name: str, devices: int = 1) -> dict[str, Any]:
+    """Run a situation in a process of its own, once, and return its result or error."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_module("tests.stock.situations", folder, system, name, str(devices), ranks=devices)
+        # An assertion here would count as one of stock's documented failures.
+        if done.returncode != 0:
+            raise RuntimeError((done.stdout + done.stderr)[-6000:])
+        found: dict[str, Any] = torch.load(Path(folder) / "outcome.pt", weights_only=True)
+        return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Run every situation in one process and its children and return the folder of outcomes."""
-    systems = ("plain", OURS, "stock") if request.config.getoption("long") else ("plain", OURS)
-    folder = tmp_path_factory.mktemp("situations")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.stock.forked", str(folder), *systems],
-        cwd=REPOSITORY,
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_LIMIT,
-    )
-    # An assertion here would count as one of stock's documented failures.
-    if done.returncode != 0:
-        raise RuntimeError((done.stdout + done.stderr)[-6000:])
-    return folder
+def result(system: str, name: str, devices: int = 1) -> Any:
+    """Return the result of a situation that must not raise."""
+    found = outcome(system, name, devices)
+    assert "error" not in found, found["error"]
+    return found["result"]
 
 
-def outcomes_in(folder: Path) -> Outcomes:
-    return {file.stem: torch.load(file, weights_only=True) for file in folder.glob("*.pt")}
+def both(equal: Iterable[str], reasons: Mapping[str, str]) -> pytest.MarkDecorator:
+    """Return a mark that runs our strategy, which passes, and stock, which passes or is documented to fail."""
+    cases: list[Any] = [(system, name) for name in equal for system in (OURS, "stock")]
+    for name, reason in reasons.items():
+        cases += [(OURS, name), stock_fails(reason, name)]
+    return pytest.mark.parametrize(("system", "name"), cases)
 
 
-@pytest.fixture(scope="module")
-def on_one(folder: Path) -> dict[str, Outcomes]:
-    """Return the outcomes on one process by system and situation."""
-    return {system: outcomes_in(folder / "1" / system) for system in ("plain", "stock", OURS)}
-
-
-@pytest.fixture(scope="module")
-def on_two(folder: Path) -> dict[str, Outcomes]:
-    """Return the outcomes on two processes by system and situation."""
-    return {system: outcomes_in(folder / "2" / system) for system in ("stock", OURS)}
-
-
-def result(outcome: dict[str, Any]) -> Any:
-    """Return the result of a situation that must not have raised."""
-    assert "error" not in outcome, outcome["error"]
-    return outcome["result"]
-
-
-@pytest.mark.parametrize(("system", "name"), like_plain())
-def test_like_plain_lightning(system: str, name: str, on_one: dict[str, Outcomes]) -> None:
+@both(EQUAL, UNLIKE_PLAIN)
+def test_like_plain_lightning(system: str, name: str) -> None:
     """The user sees the same as with Lightning's own strategy for one CPU, up to rounding."""
-    assert_alike(result(on_one[system][name]), on_one["plain"][name]["result"])
+    assert_alike(result(system, name), outcome("plain", name)["result"])
 
 
-@LONG
-def test_stock_fails_in_the_way_that_is_described(on_one: dict[str, Outcomes], on_two: dict[str, Outcomes]) -> None:
+def test_stock_fails_in_the_way_that_is_described() -> None:
     """Stock raises exactly the documented errors."""
-    outcomes = on_one["stock"]
-    assert {name for name, outcome in outcomes.items() if "error" in outcome} == ERRORS.keys()
+    found = {name: outcome("stock", name) for name in (*EQUAL, *UNLIKE_PLAIN, *JUDGED)}
+    assert {name for name, of_one in found.items() if "error" in of_one} == ERRORS.keys()
     for name, error in ERRORS.items():
-        assert re.match(error, outcomes[name]["error"]), name
-    assert not [name for name, outcome in on_two["stock"].items() if "error" in outcome]
+        assert re.match(error, found[name]["error"]), name
+    assert not [name for name in (*OWN_BATCHES, "checkpointing") if "error" in outcome("stock", name, 2)]
 
 
-@both("as plain Lightning, it saves no random states: after a resume others are drawn")
-def test_random_numbers_go_on_after_a_resume(system: str, on_one: dict[str, Outcomes]) -> None:
-    """Shuffling, augmentation and dropout after an epoch's end equal those of the uninterrupted run."""
-    losses = result(on_one[system]["random_states"])
-    assert losses["resumed"] == losses["straight"] != []
-
-
-@both("trains on with what it read")
-def test_a_flipped_bit_is_noticed(system: str, on_one: dict[str, Outcomes]) -> None:
-    """A fit refuses a checkpoint with one bit changed."""
-    assert "damaged" in result(on_one[system]["flipped_bit"])["noticed"]
-
-
-@both("it writes over the checkpoint that is there: neither the old nor the new one is left")
-def test_a_failed_save_leaves_the_checkpoint_before_it(system: str, on_one: dict[str, Outcomes]) -> None:
-    """When the disk is full during a save, the older checkpoint at that path still resumes."""
-    seen = result(on_one[system]["failed_save"])
-    if not seen["saving"]:
+@both([], {name: reason for name, (reason, _) in JUDGED.items()})
+def test_what_users_rely_on(system: str, name: str) -> None:
+    """Random numbers go on after a resume, a flipped bit is noticed, and a failed save leaves the old checkpoint."""
+    seen = result(system, name)
+    if name == "failed_save" and not seen["saving"]:
         raise RuntimeError("the save did not fail")
-    assert not seen["resuming"]
-    assert seen["resumed"] == seen["straight"][1:]
+    assert JUDGED[name][1](seen)
 
 
-@pytest.mark.parametrize("system", [OURS, pytest.param("stock", marks=LONG)])
-@pytest.mark.parametrize("name", OWN_BATCHES)
-def test_two_processes_are_one_torch_process(name: str, system: str, on_two: dict[str, Outcomes]) -> None:
+@both(OWN_BATCHES, {})
+def test_two_processes_are_one_torch_process(system: str, name: str) -> None:
     """Both train on the batches of both. Both skip a step that is not finite on one rank."""
     recipe = OWN_BATCHES[name]
     expected = reference.train(recipe, world_size=2, skipped=recipe.nan_at)
-    assert_alike(result(on_two[system][name]), expected.losses)
+    assert_alike(result(system, name, 2), expected.losses)
 
 
-@pytest.mark.parametrize("system", [OURS, stock_fails(UNLIKE_PLAIN["checkpointing"], marks=[LONG])])
-def test_two_processes_share_weights_under_checkpoints(system: str, on_two: dict[str, Outcomes]) -> None:
+@both([], {"checkpointing": UNLIKE_PLAIN["checkpointing"]})
+def test_two_processes_share_weights_under_checkpoints(system: str, name: str) -> None:
     """Losses and masters equal plain torch's, however gradients fall into buckets."""
     expected = train_plainly(SHARED_WEIGHTS, world_size=2)
-    assert_alike(result(on_two[system]["checkpointing"]), (expected.losses, expected.masters))
+    assert_alike(result(system, name, 2), (expected.losses, expected.masters))

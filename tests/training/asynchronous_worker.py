@@ -1,14 +1,9 @@
-"""Saves beside training on two ranks: ``python -m tests.training.asynchronous_worker FOLDER CASE``.
-
-CASE is ``equal``, or ``full``: the disk of the second rank is. Every rank writes what it saw to ``rank-<n>.json``.
-"""
+"""Saves beside training, on one rank and on two."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -177,16 +172,9 @@ def fail_on_second_rank(root: Path) -> dict[str, Any]:
     return saw
 
 
-def main() -> None:
-    root, case = Path(sys.argv[1]), sys.argv[2]
-    if case == "equal":
-        turns = Turns()
-        with turns.taken():
-            saw = {"losses": train(root, turns, save_twice(root), devices=2), "num_windows": turns.num_windows}
-    else:
-        saw = fail_on_second_rank(root)
-    (root / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(saw))
-
-
-if __name__ == "__main__":
-    main()
+def save_on_two(root: Path) -> int:
+    """Save twice on two ranks; return how many windows were written beside the training."""
+    turns = Turns()
+    with turns.taken():
+        train(root, turns, save_twice(root), devices=2)
+    return turns.num_windows

@@ -1,32 +1,34 @@
-"""Trains on two ranks while storage fails on rank 1.
-
-``python -m tests.training.failing_rank_worker FOLDER OVERLAP [--activations]``
-
-In the first fit a write of state fails, in the second one the write of the commit record; with ``--activations`` a read
-and a write of activations fail in two fits before. With ``none`` an earlier fit damages its compressed gradients in
-memory. With ``backward`` an earlier fit cannot roll back a speculative update. With ``forward`` a loop in Fabric
-follows that ends with a step in flight. Every rank writes the errors that it caught to ``rank-<n>.json``.
-"""
+"""Trains, or saves, on ranks of which one fails."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import sys
+import shutil
+import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
+import deepspeed.runtime.engine
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, StorageError, TopK
+from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
+from lightning_smartinfinity.storage.folders import staging_folder
+from lightning_smartinfinity.zero3.checkpoints.formats import tensor_file
 from tests.fabric.worker import _window, quiet_fabric
 from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
+from tests.helpers.trainers import fit, quiet_trainer
+from tests.stock.systems import Hook
+from tests.training.asynchronous_worker import contents
 
 
 class FailOnRankOne(pl.Callback):
@@ -91,28 +93,16 @@ def damage_payload(optimizer: Any) -> None:
     state.handler._store.commit = damaging
 
 
-def fit(root: Path, failure: FailOnRankOne, clip: float | None = None, **options: Any) -> tuple[pl.Trainer, str]:
+def fit_failing(
+    root: Path, overlap: str, failure: FailOnRankOne, clip: float | None = None, **options: Any
+) -> tuple[pl.Trainer, str]:
     """Train and return the Trainer and the error of this rank."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        precision="bf16-mixed",
-        # The small bucket makes gradients leave during backward.
-        strategy=SmartInfinityStrategy(
-            root / "storage", overlap=sys.argv[2], zero={"reduce_bucket_size": 4000}, **options
-        ),
-        max_steps=5,
-        gradient_clip_val=clip,
-        callbacks=[failure],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-    )
+    zero = {"reduce_bucket_size": 4000}  # gradients leave during backward
+    strategy = SmartInfinityStrategy(root / "storage", overlap=overlap, zero=zero, **options)
+    trainer = quiet_trainer(root, strategy, devices=2, max_steps=5, gradient_clip_val=clip, callbacks=[failure])
     met = "nothing"
     try:
-        trainer.fit(LitTiny(Recipe(precision="bf16-mixed")))
+        trainer.fit(LitTiny(RECIPE))
     except SmartInfinityError as error:
         met = f"{type(error).__name__}: {error}"
     return trainer, met
@@ -143,27 +133,117 @@ def _gathered(module: torch.nn.Module) -> list[torch.Tensor]:
         return [param.detach().clone() for param in module.parameters()]
 
 
-def main() -> None:
-    """Run all fits, and save what the last one leaves."""
-    root = Path(sys.argv[1])
+def steps(root: Path, overlap: str, *activations: str) -> dict[str, Any]:
+    """Run all fits, save what the last one leaves, and return the errors that this rank met.
+
+    In the first fit a write of state fails, in the second one the write of the commit record; with activations a read
+    and a write of these fail in two fits before. With ``none`` an earlier fit damages its compressed gradients in
+    memory. With ``backward`` an earlier fit cannot roll back a speculative update. With ``forward`` a loop in Fabric
+    follows that ends with a step in flight.
+    """
     seen: dict[str, Any] = {}
-    if sys.argv[2] == "none":
-        _, seen["damage_payload"] = fit(root, FailOnRankOne(damage_payload, step=1), compression=TopK(0.05))
-    if sys.argv[2] == "backward":
+    if overlap == "none":
+        failure = FailOnRankOne(damage_payload, step=1)
+        _, seen["damage_payload"] = fit_failing(root, overlap, failure, compression=TopK(0.05))
+    if overlap == "backward":
         # Clipping makes every speculative update wrong. After the third one speculation pauses.
-        _, seen["fail_roll_back"] = fit(root, FailOnRankOne(fail_roll_back, step=1), clip=1e-3)
-    of_activations = (fail_read_of_activations, fail_write_of_activations) if "--activations" in sys.argv else ()
+        _, seen["fail_roll_back"] = fit_failing(root, overlap, FailOnRankOne(fail_roll_back, step=1), clip=1e-3)
+    of_activations = (fail_read_of_activations, fail_write_of_activations) if activations else ()
     for fail in (*of_activations, fail_write, fail_commit):
-        trainer, met = fit(
-            root, FailOnRankOne(fail), activations=EVERYTHING if "activations" in fail.__name__ else None
-        )
+        moved = EVERYTHING if fail in of_activations else None
+        trainer, met = fit_failing(root, overlap, FailOnRankOne(fail), activations=moved)
         handler = trainer.strategy.optimizers[0].update.drained_handler()
         seen[fail.__name__] = {"met": met, "generation": handler.generation, "steps": max(handler.steps.tolist())}
-    if sys.argv[2] == "forward":
+    if overlap == "forward":
         seen["close_in_flight"] = close_in_flight(root)
-    (root / f"rank-{trainer.global_rank}.json").write_text(json.dumps(seen))
     trainer.save_checkpoint(root / "rescued.ckpt")
+    return seen
 
 
-if __name__ == "__main__":
-    main()
+RECIPE = Recipe(precision="bf16-mixed", max_steps=4)
+CODEC = TopK(0.05)
+TRANSFER = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
+
+
+def die_before(owner: Any, name: str, *, rank: int, count: int = 0) -> None:
+    """Kill the process of this rank at a call of a function, after ``count`` calls that return."""
+    call: Callable[..., Any] = getattr(owner, name)
+    calls = iter(range(count))
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == rank and next(calls, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+
+    setattr(owner, name, dying)
+
+
+MOMENTS: dict[str, Callable[[int], None]] = {
+    "writing": lambda devices: die_before(tensor_file.TensorStream, "write", rank=devices - 1, count=4),
+    "removing": lambda devices: die_before(staging_folder, "_remove_tree", rank=0),
+}
+
+
+def full_at(name: str) -> AbstractContextManager[object]:
+    """Let a disk be full when the file of this name is written."""
+    write = Path.write_text
+
+    def refused(path: Path, *args: Any, **kwargs: Any) -> int:
+        if path.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, *args, **kwargs)
+
+    return mock.patch.object(Path, "write_text", refused)
+
+
+SCRIPT = "zero_to_fp32.py"
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), SCRIPT)
+FAULTS: dict[str, Callable[[Path], AbstractContextManager[object]]] = {
+    SCRIPT: lambda _: mock.patch.object(deepspeed.runtime.engine, "copyfile", side_effect=NO_SPACE),
+    "latest": lambda _: full_at("latest"),
+    NOTE_NAME: lambda _: full_at(NOTE_NAME),
+    "another process": lambda path: staging_folder.locked(path / ".saving", path),
+}
+
+
+def save_with_faults(trainer: Any, path: Path) -> dict[str, Any]:
+    """Save with each fault on rank 0; return what this rank met, and whether the checkpoint is as it was."""
+    before, seen = contents(path), dict[str, Any]()
+    for name, fault in FAULTS.items():
+        trainer.strategy.barrier()
+        with fault(path) if trainer.global_rank == 0 else nullcontext():
+            trainer.strategy.barrier()
+            met = "nothing"
+            try:
+                trainer.save_checkpoint(path)
+            except SmartInfinityError as error:
+                met = f"{type(error).__name__}: {error}"
+            trainer.strategy.barrier()
+        trainer.strategy.barrier()
+        seen[name] = {"met": met, "same": contents(path) == before}
+    trainer.strategy.barrier()
+    trainer.save_checkpoint(path)
+    return seen
+
+
+def saves(folder: Path, devices: str, *moment: str) -> dict[str, Any]:
+    """Save after the first step, copy that to ``first.ckpt``, and save over it; return what this rank met.
+
+    With a moment one rank kills itself then in the save after the second step. Else the saves after the training fail
+    on rank 0: the disk is full when the last files are written, or another process saves there.
+    """
+    path = folder / "last.ckpt"
+
+    def save(trainer: Any) -> None:
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            shutil.copytree(path, folder / "first.ckpt")
+
+    def save_and_die(trainer: Any) -> None:
+        MOMENTS[moment[0]](int(devices))
+        trainer.save_checkpoint(path)
+
+    strategy = SmartInfinityStrategy(folder / "storage", compression=CODEC, transfer=TRANSFER)
+    hooks = [Hook(1, save), *(Hook(2, save_and_die) for _ in moment)]
+    settings: dict[str, Any] = {"devices": int(devices), "max_steps": RECIPE.max_steps, "callbacks": hooks}
+    return save_with_faults(fit(LitTiny(RECIPE), folder, strategy, **settings), path)

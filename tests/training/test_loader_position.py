@@ -1,28 +1,33 @@
-"""A plain DataLoader that keeps its position goes on within an epoch as if it had never stopped."""
+"""A plain DataLoader that keeps its position goes on within an epoch, and is else the loader that it was."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_smartinfinity.resume.loader_position import begin_epoch, keeping_position
+from lightning_smartinfinity.resume.typed_json import decode, encode
 from tests.helpers.long_cases import long_but
 from tests.training.loaders import (
     LOADERS,
     STREAMS,
     WORKERS,
+    Doubling,
     Drawing,
     Noisy,
     Plain,
-    SizedStream,
     generator,
     rest,
     seed,
@@ -188,30 +193,14 @@ def test_a_resumed_run_can_be_stopped_again() -> None:
     """Positions count from the epoch's first batch, however often the run was resumed."""
     seed(1)
     state, left = stopped(DataLoader(Plain(), 2, shuffle=True), 1)
-    for number in range(1, 5):
+    for number, batch in enumerate(left, 1):
         seed(number)
         loader = keeping_position(DataLoader(Plain(), 2, shuffle=True))
         loader.load_state_dict(state)
-        assert loader.state_dict() == state
         iterator = iter(loader)
-        assert loader.state_dict() == state
-        assert next(iterator).tolist() == left[number - 1]
+        assert loader.state_dict() == state and state["num_fetched"] == number
+        assert next(iterator).tolist() == batch
         state = loader.state_dict()
-        assert state["num_fetched"] == number + 1
-
-
-@pytest.mark.parametrize("data", [Plain, SizedStream])
-def test_what_is_left_leaves_global_generators_alone(data: Callable[[], Any]) -> None:
-    """Creating a resumed iterator draws nothing, and fetching from it only what the batch draws."""
-    seed(1)
-    state, _ = stopped(DataLoader(data(), 2, num_workers=1), 2)
-    seed(9)
-    loader = keeping_position(DataLoader(data(), 2, num_workers=1))
-    loader.load_state_dict(state)
-    next(iter(loader))
-    drawn = float(torch.rand(())), random.random(), np.random.rand()
-    seed(9)
-    assert drawn == (float(torch.rand(())), random.random(), np.random.rand())
 
 
 def test_a_state_from_before_the_first_iteration() -> None:
@@ -224,12 +213,10 @@ def test_a_state_from_before_the_first_iteration() -> None:
 
 def test_an_epoch_that_a_caller_ended_early() -> None:
     """begin_epoch lets the next iteration begin with the first batch. It leaves other objects alone."""
-    state, _ = stopped(DataLoader(Plain(), 3), 2)
     loader = keeping_position(DataLoader(Plain(), 3))
-    loader.load_state_dict(state)
-    begin_epoch(loader)
-    begin_epoch([])
-    begin_epoch(DataLoader(Plain()))
+    loader.load_state_dict(stopped(DataLoader(Plain(), 3), 2)[0])
+    for each in (loader, [], DataLoader(Plain())):
+        begin_epoch(each)
     assert len(list(loader)) == len(loader) == 4
 
 
@@ -245,3 +232,116 @@ def test_a_loader_that_loses_its_iterator_between_epochs() -> None:
 def test_indices_that_a_sampler_draws_one_by_one() -> None:
     """A sampler that needs no more than the present random state goes on, too."""
     check_every_stop(lambda: DataLoader(Noisy(), 3, sampler=Drawing()), drains=False)
+
+
+class OwnState(DataLoader[Any]):
+    """A loader of the user's that keeps its position by itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("loader", [[1, 2], None, OwnState(Plain())], ids=["list", "none", "own state"])
+def test_other_loaders_are_left_alone(loader: Any) -> None:
+    """Only a DataLoader without own methods is changed."""
+    kind = type(loader)
+    assert keeping_position(loader) is loader
+    assert type(loader) is kind
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Doubling])
+def test_a_loader_looks_as_before(kind: type[DataLoader[Any]]) -> None:
+    """The loader keeps its length and options. Its class becomes a subclass of the same name, which is made once."""
+    loader, other = kind(Plain(), 3), kind(Plain(), 3)
+    assert keeping_position(keeping_position(loader)) is loader
+    assert isinstance(loader, kind)
+    assert type(loader) is type(keeping_position(other)) is not kind
+    names = [(made.__module__, made.__qualname__, made.__name__) for made in (type(loader), kind)]
+    assert names[0] == names[1]
+    assert len(loader) == len(iter(loader)) == 4
+    assert callable(loader.state_dict)  # type: ignore[attr-defined]
+
+
+def test_an_instance_that_lightning_makes_again_keeps_its_position() -> None:
+    """The class is enough: Lightning calls it again to put another sampler in."""
+    again: Any = type(keeping_position(DataLoader(Plain(), 3)))(Plain(), 3)
+    next(iter(again))
+    assert again.state_dict()["num_fetched"] == 1
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
+)
+def test_copies_are_loaders_of_the_first_class(copied: Callable[[Any], Any]) -> None:
+    """A loader can be copied within an epoch. The copy has no position."""
+    loader = keeping_position(DataLoader(Plain(), 3))
+    iterator = iter(loader)
+    next(iterator)
+    found = copied(loader)
+    assert type(found) is DataLoader
+    assert len(list(keeping_position(found))) == 4
+    assert list(copied(iterator)) == []
+
+
+def test_options_are_kept() -> None:
+    """The rest of an epoch is collated, and its workers are begun, by the user's functions."""
+    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 3, "timeout": 60, "worker_init_fn": worker_begins}
+    options |= {"collate_fn": tuple, "multiprocessing_context": "fork", "persistent_workers": True}
+    saved = keeping_position(DataLoader(Shown(), 3, **options))
+    next(iter(saved))
+    loader = keeping_position(DataLoader(Shown(), 3, **options))
+    loader.load_state_dict(saved.state_dict())
+    assert list(loader) == [((3, "begun"), (4, "begun"), (5, "begun")), ((6, "begun"), (7, "begun"), (8, "begun"))]
+    iterator = loader._iterator
+    assert iterator._prefetch_factor == 3
+    assert iterator._timeout == 60
+    assert len(list(loader)) == 3
+    assert loader._iterator is iterator
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_an_iterator_that_is_left_goes_at_once(is_resumed: bool, persistent_workers: bool) -> None:
+    """Nothing refers to itself, so workers end with the last reference to their iterator or loader."""
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": persistent_workers}
+    loader = keeping_position(DataLoader(Plain(), 3, **options))
+    if is_resumed:
+        next(iter(loader))
+        state = loader.state_dict()
+        loader = keeping_position(DataLoader(Plain(), 3, **options))
+        loader.load_state_dict(state)
+    iterator = iter(loader)
+    next(iterator)
+    left = weakref.ref(iterator._batches)
+    gc.disable()
+    try:
+        del iterator
+        if persistent_workers:
+            del loader
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+class Shown(Dataset[Any]):
+    """Samples that tell whether the worker's initialization has run."""
+
+    told = ""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Any:
+        return index, Shown.told
+
+
+def worker_begins(worker: int) -> None:
+    Shown.told = "begun"
+
+
+def test_a_state_is_plain(tmp_path: Path) -> None:
+    """A state can be written as typed JSON, and read by torch.load with weights_only."""
+    state, left = stopped(DataLoader(Plain(), 3, shuffle=True, generator=generator()), 2)
+    torch.save(state, tmp_path / "state.pt")
+    for found in (torch.load(tmp_path / "state.pt", weights_only=True), decode(encode(state))):
+        assert rest(DataLoader(Plain(), 3, shuffle=True, generator=generator(1)), found) == left

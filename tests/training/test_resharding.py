@@ -20,7 +20,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import assert_same_tensors, convert_by_command
-from tests.training.test_universal import MISFITS, TINY, assert_misfit, assert_refused, flip, flip_after_check
+from tests.training.test_checkpoint import MISFITS, TINY, assert_misfit, assert_refused, flip, flip_after_check
 from tests.training.worker import Outcome, Run, launch, train
 
 BASE = Recipe(groups=True, frozen=True, odd=True, scheduler="step", clip=0.5, skip_side_at=(1, 2, 4), max_steps=6)
@@ -128,25 +128,6 @@ def file_of(checkpoint: Path, rank: int, kind: str = "optim") -> Path:
     return file
 
 
-def change(file: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    content = torch.load(file, weights_only=False)
-    edit(content)
-    torch.save(content, file)
-
-
-def of_another_save(content: dict[str, Any]) -> None:
-    content["smart_infinity_save"] = "another"
-
-
-def weights_only(content: dict[str, Any]) -> None:
-    content["optimizer_state_dict"]["smart_infinity"]["weights_only"] = True
-
-
-def without_a_moment(content: dict[str, Any]) -> None:
-    for state in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
-        del state["exp_avg"]
-
-
 def exchange(checkpoint: Path, kind: str) -> None:
     first, second = (file_of(checkpoint, rank, kind) for rank in range(2))
     between = first.with_name("between")
@@ -160,6 +141,7 @@ def add_a_process(checkpoint: Path) -> None:
     shutil.copy(file, file.with_name(file.name.replace("rank_1_mp", "rank_2_mp")))
 
 
+# test_zero_folder.py has files that do not belong together.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit of an array": (lambda c: flip(file_of(c, 1)), r"rank_1_.*optim_states\.pt is damaged: the checksum"),
     "cut short": (lambda c: file_of(c, 1).write_bytes(file_of(c, 1).read_bytes()[:-100]), "rank_1_.*damaged"),
@@ -169,9 +151,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit of model states": (lambda c: flip(file_of(c, 1, "model")), r"rank_1_.*model_states\.pt is damaged"),
     "optimizer states exchanged": (lambda c: exchange(c, "optim"), r"rank_0_.*optim_states\.pt was saved by rank 1"),
     "model states exchanged": (lambda c: exchange(c, "model"), r"rank_0_.*model_states\.pt was saved by rank 1"),
-    "of two saves": (lambda c: change(file_of(c, 1, "model"), of_another_save), "different saves"),
-    "weights only": (lambda c: change(file_of(c, 0), weights_only), "holds weights only"),
-    "a process without a moment": (lambda c: change(file_of(c, 1), without_a_moment), "kept different states"),
     "not whole": (lambda c: (c / "latest").unlink(), "no file 'latest'"),
 }
 
@@ -180,7 +159,7 @@ USUAL = (
     "optimizer states are missing",
     "a bit of model states",
     "optimizer states exchanged",
-    "of two saves",
+    "optimizer states too many",
 )
 
 

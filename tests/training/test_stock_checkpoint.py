@@ -170,7 +170,7 @@ def test_a_stock_checkpoint_is_evaluated(kind: str, name: str, saved: Path, tmp_
         assert torch.equal(param.ds_tensor, expected[key].flatten().to(param.dtype)), key
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(["fp32", "bf16-offload", "fp16"], KINDS))
 def test_a_stock_checkpoint_is_exported(kind: str, saved: Path, tmp_path: Path) -> None:
     """The export has the masters that DeepSpeed's own script finds, and rounds them to the dtype of the training."""
     checkpoint = saved / f"{kind}.ckpt"

@@ -27,7 +27,7 @@ SITUATIONS = {
     "Busy": ("has waited for .* in a", r"has joined no collective for .*\(<lambda>\), after step 1"),
     "loop": (r"has joined no collective for .*\(loop\), after step 3", r"in a .*\(loop\), after step 3"),
 }
-USUAL = ("TrainingStreams", "ForwardAtEnd", "ReadOnOne", "WrittenOnOne", "GeneratedApart", "Busy")
+USUAL = ("TrainingStreams", "ForwardAtEnd", "ReadOnOne", "WrittenOnOne", "Busy")
 
 
 @pytest.mark.seam("cut_connections ends waits: gloo has no call", "Processes listen on ports of gloo's connections.")
