@@ -1,14 +1,224 @@
-"""Which modules a command imports."""
+"""The commands ``convert`` and ``universal``, output that cannot be written, and which modules commands import."""
 
 from __future__ import annotations
 
+import argparse
+import io
+import json
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_smartinfinity.cli import main
-from tests.helpers.fresh_python import fresh_python
+from lightning_smartinfinity.common import progress
+from tests.cli.conftest import Cli
+from tests.helpers.fresh_python import fresh_environment, fresh_python
+from tests.helpers.universal import save_of_two
+from tests.helpers.waiting import PROCESS_LIMIT
+from tests.pipeline.harness import Case
+from tests.pipeline.test_convert import kept
+
+ONE_RANK = ["--state-format", "bf16", "--rank", "0", "--quiet"]
+
+
+def convert(folder: Path, *more: str) -> int:
+    return main(["convert", str(folder / "disk0"), "--into", str(folder / "new"), *more])
+
+
+def test_converts_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new state has the requested format and is kept. Progress goes to stderr, the result to stdout."""
+    monkeypatch.setattr(progress, "DELAY", 1e-9)
+    for rank in range(2):
+        kept(tmp_path, Case(keep=True, rank=rank))
+    assert convert(tmp_path, "--state-format", "int8") == 0
+    said = capsys.readouterr()
+    assert said.out == f"Converted the state of 2 ranks to int8: {tmp_path / 'new'}\n"
+    for rank in range(2):
+        assert f"Converting the state of rank {rank}: 100%" in said.err
+    manifest = json.loads((tmp_path / "new/default/rank-00001/manifest.json").read_text())
+    assert (manifest["state_format"], manifest["keep"]) == ("int8", True)
+    assert main(["convert", str(tmp_path / "disk0"), "--into", str(tmp_path / "one"), *ONE_RANK]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_size_of_tasklets_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A size may have its unit. What is no size ends in an error that names it."""
+    kept(tmp_path, Case())
+    assert convert(tmp_path, "--state-format", "bf16", "--tasklet-bytes", "64 slices") == 1
+    assert "tasklet_bytes='64 slices'" in capsys.readouterr().err
+    assert convert(tmp_path, "--state-format", "bf16", "--tasklet-bytes", "64KiB") == 0
+
+
+def test_an_error_ends_in_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message says what failed and what to do, without a traceback."""
+    assert convert(tmp_path, "--state-format", "bf16") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("smart-infinity: Looking for optimizer state in") and said.count("\n") == 1
+    assert "choose another folder" in said
+
+
+def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C ends the command with a shell's status."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_smartinfinity.pipeline.state.convert.convert_store", interrupt)
+    assert convert(tmp_path, "--state-format", "bf16") == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["convert", "a"],
+        ["convert", "a", "--into", "b", "--state-format", "int2"],
+        ["convert", "a", "--into", "s3://bucket/b", "--state-format", "bf16"],
+    ],
+)
+def test_what_argparse_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing command, a missing destination, an unknown format or a URL prints the usage and gives status 2."""
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: smart-infinity" in capsys.readouterr().err
+
+
+HELP = """
+import runpy, sys
+sys.argv = ["", "convert", "--help"]
+try:
+    runpy.run_module("lightning_smartinfinity.cli", run_name="__main__")
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+def test_help_without_torch() -> None:
+    """``python -m lightning_smartinfinity.cli`` is the command, and its help does not import torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", HELP], capture_output=True, text=True, env=fresh_environment(), timeout=PROCESS_LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--state-format {fp32,bf16,int8,int8_remainder}" in done.stdout
+    assert done.stdout.endswith("False\n")
+
+
+SHAPES = [{"a": torch.Size([5])}]
+WHOLE = {"a": torch.arange(5.0)}
+
+
+def test_universal(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress goes to stderr, the result to stdout."""
+    monkeypatch.setattr(progress, "DELAY", 1e-9)
+    checkpoint = save_of_two(tmp_path / "two.ckpt", SHAPES, WHOLE, {"sum": 1})
+    said = cli("universal", checkpoint, "--into", tmp_path / "new")
+    assert said.out == f"Converted {checkpoint} to a universal checkpoint: {tmp_path / 'new'}\n"
+    assert "Converting the optimizer state: 100%" in said.err and "40.0/40.0" in said.err
+    assert torch.equal(torch.load(tmp_path / "new/zero/a/sum.pt"), WHOLE["a"] + 1)
+
+
+def test_an_error_of_universal_ends_in_its_remedy(tmp_path: Path, cli: Cli) -> None:
+    """The message says what failed and what to do, without a traceback."""
+    said = cli("universal", tmp_path / "nowhere", "--into", tmp_path / "new", "--quiet", status=1).err
+    assert said.startswith("smart-infinity: The checkpoint") and said.endswith("does not exist. Check the path.\n")
+
+
+def test_parts_of_two_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
+    """The parts in any order make one checkpoint; one twice, or one alone, is refused, and nothing is written."""
+    whole = save_of_two(tmp_path / "a" / "two.ckpt", SHAPES, WHOLE, {"sum": 1})
+    part = tmp_path / "b" / "two.ckpt"
+    (part / "checkpoint").mkdir(parents=True)
+    for file in list((whole / "checkpoint").glob("*zero_pp_rank_1_*")):
+        file.rename(part / "checkpoint" / file.name)
+    for number, parts in enumerate(([whole, part], [part, whole])):
+        into = tmp_path / f"new-{number}"
+        assert main(["universal", *map(str, parts), "--into", str(into), "--quiet"]) == 0
+        assert torch.equal(torch.load(into / "zero/a/sum.pt"), WHOLE["a"] + 1)
+    assert f"Converted {whole}, {part} to a universal checkpoint" in capsys.readouterr().out
+    for parts, fault in (([whole], "; 2 saved"), ([whole, whole], "is in .*, too"), ([part, part], "is in .*, too")):
+        assert re.search(
+            fault, cli("universal", *map(str, parts), "--into", str(tmp_path / "none"), "--quiet", status=1).err
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "new-0", "new-1"]
+
+
+FEW = ["simulate", "--parameters", "1e6", "--devices", "1", "--systems", "zero-infinity"]
+
+
+def full(buffering: int = -1) -> io.TextIOWrapper:
+    return open("/dev/full", "w", buffering=buffering)
+
+
+def broken_pipe() -> io.TextIOWrapper:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w")
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+OUTPUTS: list[tuple[Callable[[], Any], int, str]] = [
+    (full, 1, "No space left on device"),
+    (lambda: full(1), 1, "No space left on device"),
+    (closed, 1, "Bad file descriptor"),
+    (lambda: None, 1, "Bad file descriptor"),
+    (broken_pipe, 141, ""),
+]
+
+
+@pytest.mark.parametrize("command", [FEW, [*FEW, "--json"], ["simulate", "--help"], ["selftest"]])
+@pytest.mark.parametrize(("output", "status", "reason"), OUTPUTS, ids=["full", "lines", "closed", "none", "pipe"])
+def test_output_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    output: Callable[[], Any],
+    status: int,
+    reason: str,
+) -> None:
+    """The command says why with status 1, or silently gives a shell's status if the reader is gone."""
+    stream = output()
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(command) == status
+    assert sys.stdout is stream
+    if stream is not None and not stream.closed:
+        stream.close()
+    assert capsys.readouterr().err == (f"smart-infinity: the output cannot be written: {reason}.\n" if reason else "")
+
+
+def test_nowhere_to_say_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If neither stdout nor stderr works, the status still reports the failure."""
+    for stream in (None, full(1)):
+        monkeypatch.setattr(sys, "stdout", None)
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert main(FEW) == 1
+        assert main([*FEW, "--plot", str(tmp_path / "none" / "steps.svg")]) == 1
+
+
+def test_errors_of_other_files_are_not_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of another file is not reported as an error of the output."""
+
+    def failing(options: argparse.Namespace) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("lightning_smartinfinity.cli.simulation.command.run", failing)
+    with pytest.raises(BrokenPipeError):
+        main(FEW)
+
 
 RUNS = """
     import sys

@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from lightning_smartinfinity import ConfigError, TransferConfig
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.storage.jobs import jobs
+from tests.cli.conftest import Cli
 from tests.storage.makers import commit_generation, create, created, tree
 
 
@@ -43,59 +45,55 @@ def damage(path: Path) -> None:
         file.write(b"damaged")
 
 
-def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(tmp_path: Path, cli: Cli) -> None:
     """Each job is a line: its folder, its process, size, age and generation."""
     left(tmp_path, job="dead", keep=True)
     with created([tmp_path], job="live"):
-        assert main(["jobs", str(tmp_path)]) == 0
-    head, dead, live = capsys.readouterr().out.splitlines()
+        head, dead, live = cli("jobs", tmp_path).out.splitlines()
     assert head.split() == ["job", "process", "size", "written", "generation"]
     assert dead.split() == [str(tmp_path / "dead"), "dead", *dead.split()[2:4], "0", "s", "ago", "0", "kept"]
     assert live.split()[1:3] == ["alive", str(os.getpid())] and live.split()[-1] == "-1"
 
 
-def test_a_job_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_to_resume(tmp_path: Path, cli: Cli) -> None:
     """The remark names the step after which a training goes on; while a process uses the state, there is none."""
     store = create([tmp_path], world_size=1, keep="on-failure")
     commit_generation(store, 0)
-    assert main(["jobs", str(tmp_path)]) == 0
+    assert "resumable" not in cli("jobs", tmp_path).out
     store.record_training(generation=0, step=7, content=b"", has_steps=True)
-    assert main(["jobs", str(tmp_path)]) == 0
-    assert "resumable" not in capsys.readouterr().out
+    assert "resumable" not in cli("jobs", tmp_path).out
     store.close(remove=False)
-    assert main(["jobs", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(" 0  resumable, step 7")
-    assert main(["jobs", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["resumable_step"] == 7
+    assert cli("jobs", tmp_path).out.rstrip().endswith(" 0  resumable, step 7")
+    assert json.loads(cli("jobs", tmp_path, "--json").out)[0]["resumable_step"] == 7
 
 
-def test_no_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_jobs(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default is the Trainer's folder, and a folder without jobs is said to have none."""
     monkeypatch.chdir(tmp_path)
-    assert main(["jobs"]) == 1
-    said = capsys.readouterr().err
+    said = cli("jobs", status=1).err
     assert f"no folder 'smart_infinity' here, in {str(tmp_path)!r}" in said and "jobs FOLDER..." in said
     (tmp_path / "smart_infinity").mkdir()
-    assert main(["jobs"]) == 0
-    assert capsys.readouterr().out == "There are no jobs in smart_infinity.\n"
+    assert cli("jobs").out == "There are no jobs in smart_infinity.\n"
 
 
-def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every dead job is read and called whole or damaged; the status tells."""
+def test_verify(tmp_path: Path, cli: Cli) -> None:
+    """Every dead job is read and called whole or damaged; the status tells, and JSON. --job leaves the others out."""
     left(tmp_path, job="whole")
-    assert main(["jobs", str(tmp_path), "--verify", "--quiet"]) == 0
-    assert "whole" in capsys.readouterr().out.splitlines()[1].split()
+    assert "whole" in cli("jobs", tmp_path, "--verify", "--quiet").out.splitlines()[1].split()
     damage(left(tmp_path, job="damaged"))
     with created([tmp_path], job="live"):
-        assert main(["jobs", str(tmp_path), "--verify", "--quiet"]) == 1
-    _, damaged, live, whole, sentence = capsys.readouterr().out.splitlines()
+        said = cli("jobs", tmp_path, "--verify", "--quiet", status=1).out
+    _, damaged, live, whole, sentence = said.splitlines()
     assert damaged.endswith(" damaged") and whole.endswith(" whole") and live.endswith("-1")
     assert "tasklet 0 at offset 0" in sentence and str(tmp_path / "damaged") in sentence
+    (_, line) = cli("jobs", tmp_path, "--job", "whole", "--verify", "--quiet").out.splitlines()
+    assert line.startswith(str(tmp_path / "whole")) and line.endswith("whole")
+    (job,) = json.loads(cli("jobs", tmp_path, "--job", "whole", "--json", "--verify", "--quiet").out)
+    assert (job["job"], job["storage"], job["generation"], job["damaged"]) == ("whole", str(tmp_path), 0, [])
+    assert job["folders"][0]["path"] == str(tmp_path / "whole/rank-00000")
 
 
-def test_verify_of_what_cannot_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_of_what_cannot_be_read(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is absent and a folder that cannot be listed are not called whole."""
     half_there = create([tmp_path], world_size=2, job="half")
     commit_generation(half_there, 0)
@@ -103,91 +101,59 @@ def test_verify_of_what_cannot_be_read(
     (tmp_path / "secret").mkdir()
     (tmp_path / "lost+found").mkdir()
     monkeypatch.setattr(os, "listdir", refusing({"secret", "lost+found"}))
-    assert main(["jobs", str(tmp_path), "--verify", "--quiet"]) == 1
-    _, half, secret, *sentences = capsys.readouterr().out.splitlines()
+    _, half, secret, *sentences = cli("jobs", tmp_path, "--verify", "--quiet", status=1).out.splitlines()
     assert half.endswith(" incomplete")
     assert secret.split()[1] == "unknown" and secret.endswith(" unreadable")
     assert len(sentences) == 2 and "secret': Permission denied" in sentences[0]
     assert "1 of 2 ranks (1) is missing" in sentences[1]
-    assert main(["jobs", str(tmp_path), "--remove", "secret"]) == 1
-    assert "Only the user who owns the folder" in capsys.readouterr().err
+    assert "Only the user who owns the folder" in cli("jobs", tmp_path, "--remove", "secret", status=1).err
 
 
-def test_folders_that_may_not_be_opened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_that_may_not_be_opened(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list makes up no use, size or age for a rank's folder that this user may not open."""
     left(tmp_path)
-    monkeypatch.setattr(jobs, "open_rank_folder", refuse)
-    assert main(["jobs", str(tmp_path)]) == 0
-    _, line, sentence = capsys.readouterr().out.splitlines()
+    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "rank-00000")
+    monkeypatch.setattr(jobs, "open_rank_folder", mock.Mock(side_effect=refused))
+    _, line, sentence = cli("jobs", tmp_path).out.splitlines()
     assert line.split()[1:] == ["unknown", "-", "-", "-", "unreadable"]
     assert "rank-00000" in sentence and "Permission denied" in sentence
-    assert main(["jobs", str(tmp_path), "--json"]) == 0
-    (job,) = json.loads(capsys.readouterr().out)
+    (job,) = json.loads(cli("jobs", tmp_path, "--json").out)
     assert job["written"] is None and job["folders"][0]["written"] is None
 
 
-def refuse(path: Path, **_: object) -> None:
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-
-def test_verify_over_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_over_two_folders(tmp_path: Path, cli: Cli) -> None:
     """Damage in one folder is told for the job in both, once; a single folder of two is not called whole."""
     folders = [tmp_path / "a", tmp_path / "b"]
     store = create(folders, world_size=1)
     commit_generation(store, 0)
     store.close(remove=False)
     names = list(map(str, folders))
-    assert main(["jobs", *names, "--verify", "--quiet"]) == 0
-    assert capsys.readouterr().out.count("whole") == 2
-    assert main(["jobs", names[1], "--verify", "--quiet"]) == 1
-    assert "storage folders are in another order" in capsys.readouterr().out
+    assert cli("jobs", *names, "--verify", "--quiet").out.count("whole") == 2
+    assert "storage folders are in another order" in cli("jobs", names[1], "--verify", "--quiet", status=1).out
     damage(Path(store.files[1].path))
-    assert main(["jobs", *names, "--verify", "--quiet"]) == 1
-    _, first, second, sentence = capsys.readouterr().out.splitlines()
+    _, first, second, sentence = cli("jobs", *names, "--verify", "--quiet", status=1).out.splitlines()
     assert first.endswith(" damaged") and second.endswith(" damaged") and store.files[1].path in sentence
 
 
-def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything is there as JSON as well."""
-    left(tmp_path)
-    assert main(["jobs", str(tmp_path), "--json", "--verify", "--quiet"]) == 0
-    (job,) = json.loads(capsys.readouterr().out)
-    assert (job["job"], job["storage"], job["generation"], job["damaged"]) == ("default", str(tmp_path), 0, [])
-    assert job["folders"][0]["path"] == str(tmp_path / "default/rank-00000")
-
-
-def test_one_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--job leaves the others out, of a verification, too."""
-    left(tmp_path, job="mine")
-    damage(left(tmp_path, job="other"))
-    assert main(["jobs", str(tmp_path), "--job", "mine", "--verify", "--quiet"]) == 0
-    (_, line) = capsys.readouterr().out.splitlines()
-    assert line.startswith(str(tmp_path / "mine")) and line.endswith("whole")
-
-
-def test_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remove(tmp_path: Path, cli: Cli) -> None:
     """A dead job is removed; one that is in use, kept or unknown is refused with a remedy, and stays."""
     left(tmp_path)
     left(tmp_path, job="kept", keep=True)
     with created([tmp_path], job="live"):
         before = tree(tmp_path)
         for name, said in [("live", f"process {os.getpid()}"), ("kept", "--kept"), ("unknown", "no job 'unknown'")]:
-            assert main(["jobs", str(tmp_path), "--remove", name]) == 1
-            assert said in capsys.readouterr().err
+            assert said in cli("jobs", tmp_path, "--remove", name, status=1).err
             assert tree(tmp_path) == before
-    assert main(["jobs", str(tmp_path), "--remove", "default", "--remove", "kept", "--kept"]) == 0
-    assert capsys.readouterr().out.count("Removed ") == 2
+    removing = ["--remove", "default", "--remove", "kept", "--kept"]
+    assert cli("jobs", tmp_path, tmp_path, *removing).out.count("Removed ") == 2  # a folder that is named twice, once
     assert tree(tmp_path) == set()
 
 
 @pytest.mark.parametrize("name", ["\x1b[2Jx\nfake", "\udcff", "lost+found"], ids=["control", "no text", "lost+found"])
-def test_folders_with_names_of_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_folders_with_names_of_no_job(tmp_path: Path, cli: Cli, name: str) -> None:
     """Folders whose names no job may have are not listed, so that no name forges a line, and no job has such a name."""
     left(tmp_path).parents[1].rename(tmp_path / name)
-    assert main(["jobs", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"There are no jobs in {tmp_path}.\n"
+    assert cli("jobs", tmp_path).out == f"There are no jobs in {tmp_path}.\n"
     with pytest.raises(ConfigError, match="not a name for a job's folder"):
         TransferConfig(job=name)
 
@@ -201,13 +167,6 @@ def test_an_output_that_cannot_hold_a_name(tmp_path: Path, monkeypatch: pytest.M
     assert b"/\\xfc " in output.getvalue()
 
 
-def test_a_folder_named_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every job in it is listed once, and removed once."""
-    left(tmp_path)
-    assert main(["jobs", str(tmp_path), str(tmp_path), "--remove", "default"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1
-
-
 @pytest.mark.parametrize("command", ["jobs", "scrub"])
 def test_a_null_byte_in_a_path(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It is refused as no folder."""
@@ -216,16 +175,13 @@ def test_a_null_byte_in_a_path(command: str, capsys: pytest.CaptureFixture[str])
     assert "null byte" in capsys.readouterr().err
 
 
-def test_records_of_another_user_are_not_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_of_another_user_are_not_read(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A manifest may say that they are larger than this machine's memory."""
     left(tmp_path)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     monkeypatch.setattr(jobs, "records_of", None)
-    assert main(["jobs", str(tmp_path), "--json"]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)
+    (listed,) = json.loads(cli("jobs", tmp_path, "--json").out)
     assert listed["generation"] is None and listed["folders"][0]["rank"] == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,22 @@ from lightning_smartinfinity.planning.simulator.gradients import Dense
 from lightning_smartinfinity.planning.simulator.step import System, simulate_step
 from lightning_smartinfinity.planning.simulator.workload import Workload
 from lightning_smartinfinity.settings import HOST_TASKLET_BYTES
+from tests.cli.conftest import Cli
 
+Simulated = Callable[..., Any]
 PAGE = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text()
 
 
-def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert main(["simulate", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def simulated(cli: Cli) -> Simulated:
+    """A function that simulates and returns what JSON has."""
+    return lambda *arguments: json.loads(cli("simulate", *arguments, "--json").out)
 
 
-def test_prints_a_row_for_every_combination(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_a_row_for_every_combination(cli: Cli) -> None:
     """Combinations that a system lacks are left out. The seconds are those of the simulator."""
     arguments = ["--parameters", "1e9", "2e9", "--devices", "2", "4", "--systems", "zero-infinity", "smartssd"]
-    assert main(["simulate", *arguments, "--overlap", "none", "forward"]) == 0
-    head, *lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    head, *lines = cli("simulate", *arguments, "--overlap", "none", "forward").out.partition("\n\n")[0].splitlines()
     assert head.split()[:6] == ["parameters", "devices", "system", "state", "gradients", "overlap"]
     rows = [tuple(line.split()) for line in lines]
     assert {len(line) for line in (head, *lines)} == {len(head)}
@@ -47,18 +50,17 @@ def test_prints_a_row_for_every_combination(capsys: pytest.CaptureFixture[str]) 
     assert row[-4:] == tuple(f"{part:.2f}" for part in (step.forward, step.backward, step.update, step.step))
 
 
-def test_memory_of_this_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_this_package(simulated: Simulated, cli: Cli) -> None:
     """Memory is listed by purpose, once for all overlaps, in GiB, and in JSON in bytes."""
     of = ["--parameters", "1073741824", "--devices", "2", "--systems", "su+o", "smartssd", "host"]
     of += ["--compression", "none", "0.01", "--overlap", "none", "forward"]
-    assert main(["simulate", *of]) == 0
-    title, head, *lines = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    title, head, *lines = cli("simulate", *of).out.partition("\n\n")[2].splitlines()
     assert "GiB" in title
     assert head.split()[-4:] == ["arena", "ring", "payloads", "residual"]
     assert [line.split()[2] for line in lines] == ["smartssd", "smartssd", "host"]
     assert [line.split()[-4] for line in lines] == ["2.00"] * 3
     assert [line.split()[-1] for line in lines] == ["0.00", "4.00", "0.00"]
-    rows = simulated(capsys, *of, "--no-error-feedback")["rows"]
+    rows = simulated(*of, "--no-error-feedback")["rows"]
     held = {(row["system"], row["ratio"]): row["host_bytes"] for row in rows}
     assert held["su+o", None] == {}
     assert set(held["smartssd", 0.01]) == {"gradient_arena", "ring", "payloads"}
@@ -66,7 +68,7 @@ def test_memory_of_this_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert held["host", None]["ring"] == pytest.approx(16 * HOST_TASKLET_BYTES, rel=0.01)
 
 
-def test_what_is_not_sent_is_kept_after_the_update(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_sent_is_kept_after_the_update(simulated: Simulated) -> None:
     """Keeping the residual takes 0.8 ns of a core per parameter, on at most eight cores.
 
     This holds only for this package's cards with error feedback.
@@ -75,7 +77,7 @@ def test_what_is_not_sent_is_kept_after_the_update(capsys: pytest.CaptureFixture
     of += ["--compression", "none", "0.01", "1"]
 
     def times(*more: str) -> dict[tuple[str, float | None], dict[str, float]]:
-        return {(row["system"], row["ratio"]): row["seconds"] for row in simulated(capsys, *of, *more)["rows"]}
+        return {(row["system"], row["ratio"]): row["seconds"] for row in simulated(*of, *more)["rows"]}
 
     without = times("--no-error-feedback")
     for more, cores in (([], 8), (["--cores", "2"], 2), (["--cores", "64"], 8), (["--cores", "1"], 1)):
@@ -90,18 +92,11 @@ def test_what_is_not_sent_is_kept_after_the_update(capsys: pytest.CaptureFixture
     assert serial["update"] + serial["backward"] - 1e-9 <= hidden < serial["step"]
 
 
-def test_sizes_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Sizes print without an exponent where it shortens nothing."""
-    sizes = ["1", "1000", "124e6", "8.4e9", "1e12"]
-    assert main(["simulate", "--parameters", *sizes, "--devices", "1", "--systems", "zero-infinity"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == sizes
-
-
-def test_json_is_as_documented(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_as_documented(simulated: Simulated) -> None:
     """docs/simulation.md lists exactly the fields of the JSON output."""
     of = ["--parameters", "1e6", "--devices", "2", "--systems", "zero-infinity", "smartssd", "host"]
     of += ["--optimizer", "sgd"]
-    found = simulated(capsys, *of, "--compression", "none", "0.01", "--gpu", "A100", "--dtype", "fp16")
+    found = simulated(*of, "--compression", "none", "0.01", "--gpu", "A100", "--dtype", "fp16")
 
     def fields(value: Any, name: str = "") -> set[str]:
         if isinstance(value, dict):
@@ -127,22 +122,17 @@ def test_json_is_as_documented(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_json_has_seconds_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    """The output has the machine, seconds and bytes."""
-    found = simulated(capsys, "--parameters", "1e9", "--devices", "3", "--systems", "su+o", "smartssd")
-    assert found["machine"]["device"]["read"] == 2.8e9
-    published, ours = found["rows"]
-    assert published["bytes_per_parameter"]["internal_read"] == pytest.approx(16, rel=1e-6)
-    assert ours["bytes_per_parameter"]["shared_down"] == pytest.approx(2, rel=0.02)
-    seconds = ours["seconds"]
-    assert seconds["step"] == pytest.approx(seconds["forward"] + seconds["backward"] + seconds["update"])
-    assert seconds["step"] < published["seconds"]["step"]
+def test_sizes_as_they_are_typed(cli: Cli) -> None:
+    """Sizes print without an exponent where it shortens nothing."""
+    sizes, few = ["1", "1000", "124e6", "8.4e9", "1e12"], ["--devices", "1", "--systems", "zero-infinity"]
+    lines = cli("simulate", "--parameters", *sizes, *few).out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == sizes
 
 
-def test_compression_and_formats_where_they_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compression_and_formats_where_they_exist(simulated: Simulated) -> None:
     """SmartSSDs run only fp32 state, and the host only dense gradients."""
     arguments = ("--parameters", "1e8", "--devices", "2", "--state-formats", "fp32", "int8")
-    found = simulated(capsys, *arguments, "--systems", "smartssd", "host", "--compression", "none", "0.01")
+    found = simulated(*arguments, "--systems", "smartssd", "host", "--compression", "none", "0.01")
     assert [(row["system"], row["state_format"], row["ratio"]) for row in found["rows"]] == [
         ("smartssd", "fp32", None),
         ("smartssd", "fp32", 0.01),
@@ -153,24 +143,20 @@ def test_compression_and_formats_where_they_exist(capsys: pytest.CaptureFixture[
     assert compressed["bytes_per_parameter"]["shared_down"] < 0.03 * dense["bytes_per_parameter"]["shared_down"]
 
 
-def test_rates_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """Doubling every rate that an update waits for halves its seconds."""
-    of = ("--parameters", "1e8", "--devices", "1", "--systems", "host")
-    slow = simulated(capsys, *of, "--read", "1", "--write", "1", "--channel", "8", "--cpu", "1")
-    fast = simulated(capsys, *of, "--read", "2", "--write", "2", "--channel", "16", "--cpu", "2", "--kernel", "3")
-    assert fast["machine"]["device"]["sparse_kernel"] == 3e9
-    (slow_row,), (fast_row,) = slow["rows"], fast["rows"]
-    assert fast_row["seconds"]["update"] == pytest.approx(slow_row["seconds"]["update"] / 2)
-    assert fast_row["seconds"]["backward"] == slow_row["seconds"]["backward"]
-
-
-def test_options_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_reach_the_simulation(simulated: Simulated) -> None:
     """GPU, dtype, optimizer, duplex SSDs and the gradients' route change the simulation."""
     of = ("--parameters", "1e9", "--devices", "2", "--systems", "smartssd")
 
     def row(*more: str) -> Any:
-        return simulated(capsys, *of, *more)["rows"][0]
+        return simulated(*of, *more)["rows"][0]
 
+    # Twice every rate that an update waits for halves its seconds. Sizes are written as people write them.
+    host = ("--parameters", "1.5b", "--devices", "1", "--systems", "host")
+    slow = simulated(*host, "--read", "1", "--write", "1", "--channel", "8", "--cpu", "1")["rows"][0]
+    fast = simulated(*host, "--read", "2", "--write", "2", "--channel", "16", "--cpu", "2", "--kernel", "3")
+    assert fast["machine"]["device"]["sparse_kernel"] == 3e9
+    assert slow["parameters"] == 1.5e9
+    assert fast["rows"][0]["seconds"]["update"] == pytest.approx(slow["seconds"]["update"] / 2)
     usual = row()
     assert row("--gpu", "A100")["seconds"]["backward"] < usual["seconds"]["backward"]
     assert row("--duplex")["seconds"]["update"] < usual["seconds"]["update"]
@@ -182,12 +168,11 @@ def test_options_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("devices", [("1", "2"), ("2",)])
-def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: tuple[str, ...]) -> None:
+def test_plots(tmp_path: Path, cli: Cli, devices: tuple[str, ...]) -> None:
     """Each series is a line against devices, or against model size if there is one number of devices."""
     plot = tmp_path / "steps.svg"
     arguments = ["--parameters", "1e8", "2e8", "--devices", *devices, "--systems", "su+o", "smartssd"]
-    assert main(["simulate", *arguments, "--compression", "0.01", "--plot", str(plot)]) == 0
-    capsys.readouterr()
+    cli("simulate", *arguments, "--compression", "0.01", "--plot", plot)
     drawn = {text.text for text in ElementTree.parse(plot).iter("{http://www.w3.org/2000/svg}text")}
     assert {"su+o, top 1 %", "smartssd, top 1 %", "seconds per step"} <= drawn
     assert ("storage devices" in drawn) == ({"100e6 parameters", "200e6 parameters"} <= drawn) == (len(devices) > 1)
@@ -197,21 +182,18 @@ def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: tupl
     assert plot.read_bytes() == first
 
 
-def test_a_plot_that_cannot_be_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plot_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """The error says what to install or to name, and nothing is simulated before it."""
     few = ["simulate", "--parameters", "1e8", "--devices", "1"]
     (tmp_path / "folder.svg").mkdir()
-    assert main([*few, "--plot", str(tmp_path / "folder.svg")]) == 1
-    assert "folder.svg cannot be written: Is a directory" in capsys.readouterr().err
+    assert "folder.svg cannot be written: Is a directory" in cli(*few, "--plot", tmp_path / "folder.svg", status=1).err
     monkeypatch.setattr(Case, "simulate", lambda *_: pytest.fail("it simulates"))
-    assert main([*few, "--plot", str(tmp_path / "steps.txt")]) == 1
-    assert "steps.txt is of no known form" in capsys.readouterr().err
-    assert main([*few, "--plot", str(tmp_path / "none" / "steps.svg")]) == 1
-    assert "steps.svg cannot be written: there is no such folder" in capsys.readouterr().err
+    assert "steps.txt is of no known form" in cli(*few, "--plot", tmp_path / "steps.txt", status=1).err
+    assert (
+        "steps.svg cannot be written: there is no such folder"
+        in cli(*few, "--plot", tmp_path / "none" / "steps.svg", status=1).err
+    )
     for missing, form in (("matplotlib.backends.backend_agg", "png"), ("matplotlib", "svg")):
         monkeypatch.setitem(sys.modules, missing, None)
-        assert main([*few, "--plot", str(tmp_path / f"steps.{form}")]) == 1
-        assert "pip install '.[benchmarks]'" in capsys.readouterr().err
+        assert "pip install '.[benchmarks]'" in cli(*few, "--plot", str(tmp_path / f"steps.{form}"), status=1).err
     assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.planning.paper.fit import fit
 from lightning_smartinfinity.settings.strategy import StrategySettings
+from tests.cli.conftest import Cli
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -93,24 +93,22 @@ def test_what_training_refuses_is_not_simulated(state: str, dtype: str, optimize
         ["--systems", "smartssd", "--state-formats", "bf16"],
     ],
 )
-def test_nothing_to_simulate(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_nothing_to_simulate(tmp_path: Path, cli: Cli, arguments: list[str]) -> None:
     """Instead of an empty table or plot an error says what was asked and what exists."""
     plot = tmp_path / "steps.svg"
     for more in ([], ["--json"], ["--plot", str(plot)]):
-        assert main(["simulate", *arguments, *more]) == 1
-        said = capsys.readouterr()
+        said = cli("simulate", *arguments, *more, status=1)
         assert said.out == ""
         assert " ".join(arguments[:2]) in said.err and f"{arguments[-2]} {arguments[-1]}" in said.err
         assert "int8_remainder with bf16" in said.err
     assert not plot.exists()
 
 
-def test_listed_values_that_are_left_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_listed_values_that_are_left_out_are_told(cli: Cli) -> None:
     """One message on standard error names the omitted value, and the rest is simulated."""
     few = ["--parameters", "1e6", "--devices", "1", "2", "--systems", "zero-infinity", "smartssd"]
     found = [*few, "--compression", "none", "0.01", "--state-formats", "fp32", "int8"]
-    assert main(["simulate", *found]) == 0
-    assert capsys.readouterr().err.splitlines() == [
+    assert cli("simulate", *found).err.splitlines() == [
         "smart-infinity: --state-formats int8 is left out: nothing else that is listed has it."
     ]
 
@@ -141,10 +139,3 @@ def test_what_argparse_refuses(arguments: list[str], capsys: pytest.CaptureFixtu
         main(["simulate", *arguments])
     assert ended.value.code == 2
     assert arguments[0] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("written", "meant"), [("70B", 70e9), ("1.5b", 1.5e9), ("124M", 124e6), ("8.4e9", 8.4e9)])
-def test_numbers_of_parameters(written: str, meant: float, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are written as people write them."""
-    assert main(["simulate", "--parameters", written, "--devices", "1", "--systems", "smartssd", "--json"]) == 0
-    assert {row["parameters"] for row in json.loads(capsys.readouterr().out)["rows"]} == {meant}

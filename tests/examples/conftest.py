@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.model_folder import TEXT, make_model_folder
 from tests.helpers.processes import run_module
-from tests.helpers.waiting import PROCESS_LIMIT
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _MODULES = [path.stem for path in EXAMPLES.glob("*.py")]
@@ -35,27 +32,6 @@ def run_example(tmp_path: Path) -> Callable[..., str]:
         done = run_module("tests.examples.script", tmp_path, script, *arguments)
         output = done.stdout + done.stderr
         assert done.returncode == status, output[-6000:]
-        return output
-
-    return run
-
-
-@pytest.fixture
-def start_example(tmp_path: Path) -> Callable[..., str]:
-    """Run an example script like ``run_example``, in an interpreter of its own, which Lightning can start again."""
-
-    def run(script: str, *arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, str(EXAMPLES / script), *arguments],
-            cwd=tmp_path,
-            # Models this small run best on one thread.
-            env={**fresh_environment(), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=PROCESS_LIMIT,
-        )
-        output = done.stdout + done.stderr
-        assert done.returncode == 0, output[-6000:]
         return output
 
     return run

@@ -12,7 +12,7 @@ import pytest
 from lightning_smartinfinity.cli import main
 from tests.examples.conftest import EXAMPLES
 from tests.examples.folders import CHATS, make_chat_model, make_encoder, write_chats
-from tests.examples.test_finetune_encoder import write_labelled
+from tests.examples.test_recipes import write_labelled
 from tests.helpers.runif import RunIf
 
 README = (EXAMPLES / "README.md").read_text()

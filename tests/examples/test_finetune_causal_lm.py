@@ -25,35 +25,6 @@ WIDTH, VOCABULARY, TIME = 8, 1000, 64
 HELD_OUT_LOSS = re.compile(r"step (\d+): held-out loss (\d+\.\d+)")
 
 
-def loss_and_gradients(
-    loss: Callable[[torch.Tensor, torch.Tensor, nn.Module], torch.Tensor], labels: torch.Tensor
-) -> list[torch.Tensor]:
-    """Return the loss, and the gradients of the hidden states and of the head's weight and bias."""
-    torch.manual_seed(0)
-    hidden = torch.randn(2, TIME // 2, WIDTH, requires_grad=True)
-    head = nn.Linear(WIDTH, VOCABULARY)
-    value = loss(hidden, labels, head)
-    value.backward()
-    return [value.detach(), hidden.grad, head.weight.grad, head.bias.grad]  # type: ignore[list-item]
-
-
-def whole_cross_entropy(hidden: torch.Tensor, labels: torch.Tensor, head: nn.Module) -> torch.Tensor:
-    return nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
-
-
-@pytest.mark.parametrize("num_labels", [TIME, 40, 3])
-@pytest.mark.parametrize("num_chunks", [1, 8])
-def test_loss_in_chunks_is_that_of_torch(example: Example, num_labels: int, num_chunks: int) -> None:
-    """Loss and gradients equal those of torch's cross_entropy over all logits, also with fewer labels than chunks."""
-    labels = torch.full((TIME,), -100)
-    labels[torch.randperm(TIME)[:num_labels]] = torch.randint(0, VOCABULARY, (num_labels,))
-    labels = labels.view(2, -1)
-    chunked = example("causal_lm").chunked_cross_entropy
-    found = loss_and_gradients(lambda *given: chunked(*given, num_chunks=num_chunks), labels)
-    for value, expected in zip(found, loss_and_gradients(whole_cross_entropy, labels), strict=True):
-        torch.testing.assert_close(value, expected)
-
-
 class LargestTensor(TorchDispatchMode):
     """Counts the elements of the largest tensor that an operation returns."""
 
@@ -65,71 +36,61 @@ class LargestTensor(TorchDispatchMode):
         return returned
 
 
-def test_logits_are_never_whole(example: Example) -> None:
-    """In forward and backward no tensor is larger than the logits of one chunk, or the head's weight."""
-    labels = torch.randint(0, VOCABULARY, (2, TIME // 2))
-    chunked = example("causal_lm").chunked_cross_entropy
-    with LargestTensor() as whole:
-        loss_and_gradients(whole_cross_entropy, labels)
-    with LargestTensor() as largest:
-        loss_and_gradients(lambda *given: chunked(*given, num_chunks=8), labels)
-    assert whole.numel == TIME * VOCABULARY
-    assert largest.numel == TIME * VOCABULARY // 8 == WIDTH * VOCABULARY
+@pytest.mark.parametrize("num_labels", [TIME, 40, 3])
+@pytest.mark.parametrize("num_chunks", [1, 8])
+def test_loss_in_chunks_is_that_of_torch(example: Example, num_labels: int, num_chunks: int) -> None:
+    """Loss and gradients equal torch's over all logits, of which no tensor ever holds more than a chunk's."""
+    labels = torch.full((TIME,), -100)
+    labels[torch.randperm(TIME)[:num_labels]] = torch.randint(0, VOCABULARY, (num_labels,))
+    chunked, found, largest = example("causal_lm").chunked_cross_entropy, [], []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        hidden, head = torch.randn(2, TIME // 2, WIDTH, requires_grad=True), nn.Linear(WIDTH, VOCABULARY)
+        with LargestTensor() as mode:
+            if ours:
+                value = chunked(hidden, labels.view(2, -1), head, num_chunks=num_chunks)
+            else:
+                value = nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels)
+            value.backward()
+        found.append([value.detach(), hidden.grad, head.weight.grad, head.bias.grad])
+        largest.append(mode.numel)
+    torch.testing.assert_close(*found)
+    assert largest[0] <= max(TIME * VOCABULARY // num_chunks, WIDTH * VOCABULARY) and largest[1] == TIME * VOCABULARY
 
 
 def test_model_that_caps_its_logits(example: Example) -> None:
     """A model whose logits are not those of its output layer is refused by name."""
-    recipe = example("causal_lm")
-    head = nn.Linear(WIDTH, VOCABULARY)
+    recipe, head = example("causal_lm"), nn.Linear(WIDTH, VOCABULARY)
 
     class Module(nn.Module):
         device = torch.device("cpu")
         language_model = SimpleNamespace(get_output_embeddings=lambda: head)
-
-        def __init__(self, cap: float) -> None:
-            super().__init__()
-            self.cap = cap
+        cap = 1e6
 
         def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
             return nn.functional.one_hot(tokens, WIDTH).float()
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = head(self.hidden(tokens))
-            return self.cap * torch.tanh(logits / self.cap)
+            return self.cap * torch.tanh(head(self.hidden(tokens)) / self.cap)
 
-    recipe.require_plain_head(Module(1e6))
+    module = Module()
+    recipe.require_plain_head(module)
+    module.cap = 0.1
     with pytest.raises(ValueError, match="SimpleNamespace changes what its output layer returns"):
-        recipe.require_plain_head(Module(0.1))
+        recipe.require_plain_head(module)
 
 
-@pytest.mark.parametrize(
-    ("resumed", "refused"),
-    [
-        (None, True),
-        ("run/checkpoints/last.ckpt", False),
-        ("other/checkpoints/last.ckpt", True),
-    ],
-)
-def test_folder_with_checkpoints(example: Example, tmp_path: Path, resumed: str | None, refused: bool) -> None:
-    """Only the training that is resumed may add to them; an empty folder takes every training."""
-    recipe = example("finetune_causal_lm")
-    path = None if resumed is None else str(tmp_path / resumed)
-    folder = tmp_path / "run/checkpoints"
-    recipe.require_own_folder(folder, path)
-    (folder / "step=3.ckpt").mkdir(parents=True)
-    (folder / "last.ckpt").symlink_to("step=3.ckpt")
-    if refused:
-        with pytest.raises(ValueError, match=r"--resume .*/run/checkpoints/last\.ckpt.*--run-dir"):
-            recipe.require_own_folder(folder, path)
-    else:
-        recipe.require_own_folder(folder, path)
-
-
-def test_checkpoint_that_does_not_exist(example: Example, capsys: pytest.CaptureFixture[str]) -> None:
-    """The script says so before it loads anything."""
+def test_what_is_missing(example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scripts say what to install, and that a checkpoint does not exist, before they load anything."""
     with pytest.raises(SystemExit):
         example("finetune_causal_lm").parse(["my-model", "chats.jsonl", "out", "--resume", "nope.ckpt"])
     assert "--resume nope.ckpt: no such checkpoint" in capsys.readouterr().err
+    for module in ("cli", "causal_lm"):
+        monkeypatch.setattr(example(module), "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"pip install '\.\[cli\]'"):
+        example("cli").main(["fit"])
+    with pytest.raises(ValueError, match="pip install peft"):
+        example("causal_lm").CausalLM("my-model", lora_rank=4)
 
 
 @pytest.mark.parametrize("script", ["finetune_causal_lm", "finetune_encoder"])
@@ -138,22 +99,6 @@ def test_without_transformers(example: Example, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SystemExit, match=rf"{script}: .*transformers.*pip install '\.\[huggingface\]'"):
         example(script)
-
-
-def test_command_line_without_jsonargparse(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script says what to install."""
-    cli = example("cli")
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"pip install '\.\[cli\]'"):
-        cli.main(["fit"])
-
-
-def test_adapters_without_peft(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says what to install."""
-    recipe = example("causal_lm")
-    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install peft"):
-        recipe.CausalLM("my-model", lora_rank=4)
 
 
 @pytest.fixture
@@ -249,11 +194,3 @@ def test_adapters_train_resume_and_load(run_example: Run, folder: Path) -> None:
     assert "finetune_causal_lm: The checkpoint's parameters differ from the model's" in other
     assert "Traceback" not in other
     assert all(torch.equal(value, saved[name]) for name, value in weights(folder / "resumed").items())
-
-
-def test_bad_chats_are_named_before_a_model_is_built(run_example: Run, folder: Path) -> None:
-    """The script ends with the message, and writes nothing."""
-    (folder / "chats.jsonl").write_text("hello\n")
-    output = run_example("finetune_causal_lm.py", "my-model", "chats.jsonl", "out", status=1)
-    assert "finetune_causal_lm: chats.jsonl:1 is no chat" in output
-    assert sorted(path.name for path in folder.iterdir()) == ["chats.jsonl", "my-model"]

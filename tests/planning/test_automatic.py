@@ -20,28 +20,37 @@ ASKED = Training(precision="bf16-true", build="configure_model", save_top_k=0, s
 DESKTOP = Resources(host_memory=58 * GB, disk=2_000 * GB, cores=16, gpu_memory=21 * GB, num_gpus=1)
 
 
-def test_what_fits_stays_as_it_is() -> None:
-    """Nothing but the state in memory changes on a large machine."""
-    large = replace(DESKTOP, host_memory=500 * GB, gpu_memory=80 * GB)
-    plan = choose(SEVEN, ASKED, large, RATES, Open())
+# A model whose embedding no usual budget would hold.
+EMBEDDING = 128256 * 8192
+LAYER = [8192**2] * 2 + [8192 * 1024] * 2 + [8192 * 28672] * 3
+WIDE = ModelFigures(name="m", trained=(EMBEDDING, *LAYER * 80, EMBEDDING), num_layers=80, largest_module=EMBEDDING)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "offload"),
+    [
+        pytest.param(SEVEN, {"host_memory": 500 * GB, "gpu_memory": 80 * GB}, "none", id="a large machine"),
+        pytest.param(llama(13), {}, "cpu", id="13B with 24 GB on the GPU and 64 GB of memory"),
+        pytest.param(llama(13), {"host_memory": 25 * GB}, None, id="13B with 32 GB of memory"),
+        pytest.param(llama(70), {"disk": 4_000 * GB}, "nvme", id="70B"),
+        pytest.param(WIDE, {"host_memory": 16 * GB, "disk": 6_000 * GB, "gpu_memory": 24 * GB}, "nvme", id="embedding"),
+    ],
+)
+def test_what_trains_on_a_desktop(model: ModelFigures, machine: dict[str, int], offload: str | None) -> None:
+    """Neither parameters nor gradients have to fit into memory; the table has each setting as a user writes it."""
+    resources = replace(DESKTOP, **machine)
+    plan = choose(model, ASKED, resources, RATES, Open())
     assert plan.fits
-    assert replace(plan.training, cache_bytes=0) == ASKED
-
-
-def test_13b_on_a_desktop() -> None:
-    """13B trains with 24 GB on the GPU and 64 GB of memory, and with 32 GB, too."""
-    thirteen = llama(13)
-    roomy = choose(thirteen, ASKED, DESKTOP, RATES, Open())
-    assert roomy.fits and roomy.training.offload_param == "cpu"
-    small = choose(thirteen, ASKED, replace(DESKTOP, host_memory=25 * GB), RATES, Open())
-    assert small.fits
-    assert small.training.offload_param == "nvme" or small.training.gradient_budget is not None
-
-
-def test_70b_on_a_desktop() -> None:
-    """Neither parameters nor gradients have to fit into memory."""
-    plan = choose(llama(70), ASKED, replace(DESKTOP, disk=4_000 * GB), RATES, Open())
-    assert plan.fits and plan.training.offload_param == "nvme" and plan.training.gradient_budget in BUDGETS
+    assert offload is None or plan.training.offload_param == offload
+    if offload == "none":  # nothing but the state in memory changes
+        assert replace(plan.training, cache_bytes=0) == ASKED
+    elif offload != "cpu":
+        assert plan.training.offload_param == "nvme" or plan.training.gradient_budget is not None
+    words = plan_in_words(model, ASKED, plan, resources, open_=Open())
+    assert words.splitlines()[-len(plan.needs) - 1 :] == [*needs_table(plan, resources)]
+    assert "B parameters, 1 x 2048 tokens" in words and "GPU memory   training" in words
+    assert ("offload_param device             nvme" in words) == (plan.training.offload_param == "nvme")
+    assert ("transfer gradient_bytes" in words) == (plan.training.gradient_budget is not None)
 
 
 @pytest.mark.parametrize("host", [12, 30])
@@ -63,27 +72,20 @@ def test_no_other_combination_is_faster(host: int) -> None:
 
 
 def test_explicit_settings_win() -> None:
-    """What is not open is never changed, though something else would fit."""
+    """What is not open is never changed, though something else would fit; a smaller state only if it is allowed."""
     small = replace(DESKTOP, host_memory=12 * GB, gpu_memory=12 * GB)
     assert choose(SEVEN, ASKED, small, RATES, Open()).fits
     closed = choose(SEVEN, ASKED, small, RATES, Open(offload_param=False))
     assert not closed.fits and closed.training.offload_param == "none"
     given = replace(ASKED, offload_param="nvme", gradient_budget=3 * GB, parameter_budget=2 * GB)
-    plan = choose(SEVEN, given, small, RATES, _nothing())
-    assert plan.fits and plan.training == given
-
-
-def _nothing() -> Open:
-    return Open(
+    nothing = Open(
         offload_param=False, parameter_budget=False, gradient_budget=False, cache_bytes=False, bucket_numel=False
     )
-
-
-def test_formats_are_chosen_by_name_only() -> None:
-    """Smaller state is taken if the user has allowed it, and if that of the training does not fit."""
-    small = replace(DESKTOP, disk=150 * GB)
-    assert not choose(SEVEN, ASKED, small, RATES, Open()).fits
-    plan = choose(SEVEN, ASKED, small, RATES, Open(state_formats=("bf16", "int8")))
+    plan = choose(SEVEN, given, small, RATES, nothing)
+    assert plan.fits and plan.training == given
+    narrow = replace(DESKTOP, disk=150 * GB)
+    assert not choose(SEVEN, ASKED, narrow, RATES, Open()).fits
+    plan = choose(SEVEN, ASKED, narrow, RATES, Open(state_formats=("bf16", "int8")))
     assert plan.fits and plan.training.state_format == "bf16"
     assert choose(SEVEN, ASKED, DESKTOP, RATES, Open(state_formats=("int8",))).training.state_format == "fp32"
 
@@ -146,25 +148,3 @@ def test_a_budget_of_parameters_bounds_what_is_in_memory() -> None:
     on_cpu = {need.phase: need.owners for need in needs(SEVEN, replace(one, processes=2), on_gpu=False)}
     assert on_cpu["training"]["parameter buffers"] == 2 * (GB + in_flight)
     assert "gathered layers" not in on_cpu["training"]
-
-
-def test_the_table_says_what_was_chosen() -> None:
-    """Each setting is named as a user writes it, with its value, above the needs."""
-    asked = replace(ASKED, precision="bf16-true")
-    plan = choose(llama(70), asked, replace(DESKTOP, disk=4_000 * GB), RATES, Open())
-    words = plan_in_words(llama(70), asked, plan, DESKTOP, open_=Open())
-    assert words.startswith("Plan for 70B, ") or "B parameters, 1 x 2048 tokens" in words
-    assert words.splitlines()[-len(plan.needs) - 1 :] == [*needs_table(plan, DESKTOP)]
-    for setting in ("offload_param device             nvme", "transfer gradient_bytes", "GPU memory   training"):
-        assert setting in words
-
-
-def test_a_large_embedding_gets_a_budget_of_its_own_size() -> None:
-    """A model whose embedding no usual budget would hold is planned with one that does."""
-    embedding = 128256 * 8192
-    layer = [8192**2] * 2 + [8192 * 1024] * 2 + [8192 * 28672] * 3
-    model = ModelFigures(name="m", trained=(embedding, *layer * 80, embedding), num_layers=80, largest_module=embedding)
-    asked = Training(precision="bf16-true", build="configure_model", save_top_k=0, seq=2048)
-    there = Resources(host_memory=16 * GB, disk=6000 * GB, cores=16, gpu_memory=24 * GB, num_gpus=1)
-    chosen = choose(model, asked, there, RATES, Open())
-    assert chosen.fits and chosen.training.offload_param == "nvme"

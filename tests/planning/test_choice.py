@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import transformers
 
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.planning.choice import (
@@ -18,7 +19,7 @@ from lightning_smartinfinity.planning.choice import (
     make_plan,
     nearest,
 )
-from lightning_smartinfinity.planning.model import ModelFigures, llama_shape
+from lightning_smartinfinity.planning.model import LlamaShape, ModelFigures, Passes, llama_shape
 from lightning_smartinfinity.planning.needs import Need, Place
 from lightning_smartinfinity.planning.pace import Range, assumed_rates, pace, written_bytes
 from lightning_smartinfinity.planning.training import Training
@@ -48,33 +49,103 @@ def need(plan: Plan, place: Place, phase: str) -> Need:
     return next(each for each in plan.needs if (each.place, each.phase) == (place, phase))
 
 
-def test_all_that_a_large_machine_has_is_enough() -> None:
-    """A plan that fits is chosen as it was asked."""
-    plan = make_plan(SEVEN, TRAINING, LARGE, RATES)
-    assert plan.fits
-    chosen = cheapest(SEVEN, TRAINING, LARGE, RATES)
-    assert chosen is not None and chosen.training == TRAINING
+def owners(place: Place = Place.DISK, phase: str = "in all", **changed: Any) -> Mapping[str, int]:
+    return need(make_plan(SEVEN, replace(TRAINING, **changed), LARGE, RATES), place, phase).owners
 
 
-def test_too_little_host_memory_moves_the_build() -> None:
-    """A model of 7B is 28 GB in fp32: with less, it is built in configure_model, and the plan names what broke."""
-    small = replace(LARGE, host_memory=24 * GB)
-    asked = make_plan(SEVEN, TRAINING, small, RATES)
-    assert [(each.place, each.phase, each.largest) for each in asked.broken] == [
-        (Place.HOST, "building", "whole model")
-    ]
-    chosen = cheapest(SEVEN, TRAINING, small, RATES)
+@pytest.mark.parametrize(
+    ("machine", "changed", "broken"),
+    [
+        pytest.param({}, {}, [], id="all that a large machine has is enough"),
+        pytest.param(
+            {"host_memory": 24 * GB},
+            {"build": "configure_model"},
+            [(Place.HOST, "building", "whole model")],
+            id="7B in fp32 are 28 GB: it is built in configure_model",
+        ),
+        pytest.param({"gpu_memory": 12 * GB}, {"offload_param": "cpu"}, None, id="13 GB of parameters"),
+        pytest.param(
+            {"gpu_memory": 12 * GB, "host_memory": 14 * GB}, {"offload_param": "nvme"}, None, id="in no memory"
+        ),
+        pytest.param(
+            {"host_memory": 12 * GB},
+            {"build": "configure_model", "gradient_budget": 4 * GB},
+            None,
+            id="gradients go to storage where they do not fit",
+        ),
+        pytest.param({"disk": 300 * GB}, {"state_format": "bf16"}, None, id="a small disk makes the state smaller"),
+        pytest.param(
+            {"disk": sum(owners(asynchronous=False).values())},
+            {"asynchronous": False},
+            [(Place.DISK, "in all", "optimizer state")],
+            id="the third place is given up before anything else",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_changed(
+    machine: dict[str, int], changed: dict[str, Any], broken: list[Any] | None
+) -> None:
+    """The plan names what breaks; the cheapest that fits changes as little as it can."""
+    small = replace(LARGE, **machine)
+    asked, chosen = make_plan(SEVEN, TRAINING, small, RATES), cheapest(SEVEN, TRAINING, small, RATES)
+    assert asked.fits == (not changed)
+    if broken is not None:
+        assert [(each.place, each.phase, each.largest) for each in asked.broken] == broken
+        assert chosen is not None and chosen.training == replace(TRAINING, **changed)
     assert chosen is not None and chosen.fits
-    assert chosen.training == replace(TRAINING, build="configure_model")
+    assert {name: getattr(chosen.training, name) for name in changed} == changed
 
 
-def test_too_little_gpu_memory_moves_the_parameters() -> None:
-    """13 GB of parameters do not fit on a GPU of 12 GB: they lie in host memory, or on storage if that is small."""
-    small = replace(LARGE, gpu_memory=12 * GB)
-    chosen = cheapest(SEVEN, TRAINING, small, RATES)
-    assert chosen is not None and chosen.training.offload_param == "cpu"
-    chosen = cheapest(SEVEN, TRAINING, replace(small, host_memory=14 * GB), RATES)
-    assert chosen is not None and chosen.training.offload_param == "nvme"
+@pytest.mark.parametrize(
+    ("optimizer", "state_format"), [("AdamW", "int8"), ("SGD", "fp32")], ids=["int8 is smallest", "fp32 alone exists"]
+)
+def test_what_lacks_the_least_is_found(optimizer: str, state_format: str) -> None:
+    """On a disk that is too small for every state no plan is made up, and the smallest that exists is nearest."""
+    asked, small = replace(TRAINING, optimizer=optimizer), replace(LARGE, disk=GB)
+    assert cheapest(SEVEN, asked, small, RATES) is None
+    assert nearest(SEVEN, asked, small, RATES).training.state_format == state_format
+    assert asked.suits("fp32") and asked.suits("int8") == asked.suits("int8_remainder") == (optimizer == "AdamW")
+    assert not replace(asked, precision="32-true").suits("int8_remainder")
+
+
+def test_what_lies_on_the_disk() -> None:
+    """Checkpoints and the one being saved, a third place of the state to save it from, and gradients with a budget."""
+    three, default = owners(save_top_k=3), owners()
+    assert three["checkpoints"] == 3 * three["checkpoint being saved"] > 3 * 12 * SEVEN.numel
+    assert "checkpoints" not in owners(save_top_k=0)
+    assert default["state being saved"] == default["optimizer state"] // 2
+    for changed in ({"asynchronous": False}, {"save_top_k": 0}, {"places": 1}):
+        assert "state being saved" not in owners(**changed)
+    assert owners(gradient_budget=GB)["gradients"] == pytest.approx(14 * GB, rel=0.05) and "gradients" not in default
+    # All of it is known to the byte, so that a full disk is not tight.
+    plan = make_plan(SEVEN, TRAINING, replace(LARGE, disk=sum(default.values())), RATES)
+    assert plan.fits and not plan.tight
+
+
+def test_what_lies_in_memory() -> None:
+    """Gradients of several micro-batches are in fp32; activations are doubled unless they were counted in fp32."""
+    one, two = (owners(Place.HOST, "training", accumulate=n)["gradient_arena"] for n in (1, 2))
+    assert two == 2 * one == 4 * SEVEN.numel
+    assert owners(Place.HOST, "training", gradient_budget=4 * GB)["gradient_arena"] == 4 * GB
+    half, full = (owners(Place.GPU, "training", precision=of)["activations"] for of in ("bf16-mixed", "32-true"))
+    assert full == 2 * half
+    counted = replace(SEVEN, passes=replace(SEVEN.passes, item_bytes=4))
+    plan = make_plan(counted, replace(TRAINING, precision="32-true"), LARGE, RATES)
+    assert need(plan, Place.GPU, "training").owners["activations"] == half
+    with pytest.raises(ConfigError, match="Compressed gradients are all in memory"):
+        Training(gradient_budget=GB, compression=0.1)
+
+
+def test_a_drive_lives_as_long_as_it_may_write() -> None:
+    """A step writes 12 bytes per parameter; parameters on storage add 2, and gradients what is beyond their budget."""
+    assert written_bytes(SEVEN, TRAINING) == pytest.approx(12 * SEVEN.numel, rel=0.01)
+    stored = written_bytes(SEVEN, replace(TRAINING, offload_param="nvme"))
+    assert stored == pytest.approx(14 * SEVEN.numel, rel=0.01)
+    spilled = written_bytes(SEVEN, replace(TRAINING, gradient_budget=4 * GB)) - written_bytes(SEVEN, TRAINING)
+    assert spilled == pytest.approx(10 * GB, rel=0.05)
+    found = pace(SEVEN, TRAINING, RATES, on_gpu=True)
+    assert found is not None
+    assert found.life_in_steps(600) == pytest.approx(600e12 / written_bytes(SEVEN, TRAINING))
 
 
 def test_too_little_gpu_memory_for_activations_divides_the_batch() -> None:
@@ -84,13 +155,6 @@ def test_too_little_gpu_memory_for_activations_divides_the_batch() -> None:
     chosen = cheapest(model, asked, replace(LARGE, gpu_memory=24 * GB), RATES)
     assert chosen is not None and chosen.training.batch < 32
     assert chosen.training.tokens_per_step == asked.tokens_per_step
-
-
-def test_a_small_disk_makes_the_state_smaller() -> None:
-    """Both places of fp32 state and two checkpoints take 48 bytes per parameter; int8 state takes 12 instead of 24."""
-    small = replace(LARGE, disk=300 * GB)
-    chosen = cheapest(SEVEN, TRAINING, small, RATES)
-    assert chosen is not None and chosen.training.state_format != "fp32"
 
 
 def test_a_tenth_of_the_memory_is_left_where_that_is_possible() -> None:
@@ -110,43 +174,6 @@ def test_a_tenth_of_the_memory_is_left_where_that_is_possible() -> None:
     assert narrow.training.state_format == TRAINING.state_format
 
 
-def test_a_full_disk_is_not_tight() -> None:
-    """What lies there is known to the byte."""
-    disk = sum(owners_on_disk().values())
-    plan = make_plan(SEVEN, TRAINING, replace(LARGE, disk=disk), RATES)
-    assert plan.fits and not plan.tight
-
-
-def test_formats_that_the_optimizer_lacks_are_not_tried() -> None:
-    """State of SGD exists in fp32 alone, as int8_remainder does with parameters in bf16 alone."""
-    sgd = replace(TRAINING, optimizer="SGD")
-    assert nearest(SEVEN, sgd, replace(LARGE, disk=GB), RATES).training.state_format == "fp32"
-    assert sgd.suits("fp32") and not sgd.suits("int8") and TRAINING.suits("int8_remainder")
-    assert not replace(TRAINING, precision="32-true").suits("int8_remainder")
-
-
-def test_nothing_fits_on_a_tiny_machine() -> None:
-    """No plan is made up."""
-    assert cheapest(SEVEN, TRAINING, replace(LARGE, disk=GB), RATES) is None
-
-
-def test_gradients_of_several_micro_batches_take_twice_the_memory() -> None:
-    """They are added in fp32."""
-    one = need(make_plan(SEVEN, TRAINING, LARGE, RATES), Place.HOST, "training")
-    two = need(make_plan(SEVEN, replace(TRAINING, accumulate=2), LARGE, RATES), Place.HOST, "training")
-    assert two.owners["gradient_arena"] == 2 * one.owners["gradient_arena"] == 4 * SEVEN.numel
-
-
-def test_activations_in_fp32_take_twice_the_memory() -> None:
-    """A plan doubles activations that were counted in 16 bit for a training in fp32, but not for one in 16 bit."""
-    plans = [make_plan(SEVEN, replace(TRAINING, precision=of), LARGE, RATES) for of in ("bf16-mixed", "32-true")]
-    half, full = (need(plan, Place.GPU, "training").owners["activations"] for plan in plans)
-    assert full == 2 * half
-    counted = replace(SEVEN, passes=replace(SEVEN.passes, item_bytes=4))
-    plan = make_plan(counted, replace(TRAINING, precision="32-true"), LARGE, RATES)
-    assert need(plan, Place.GPU, "training").owners["activations"] == half
-
-
 def test_processes_share_parameters_and_state() -> None:
     """Each of four processes holds a fourth on its GPU; disk and host memory are those of all."""
     one, four = (make_plan(SEVEN, replace(TRAINING, processes=n), LARGE, RATES) for n in (1, 4))
@@ -154,50 +181,6 @@ def test_processes_share_parameters_and_state() -> None:
     assert held[1] == pytest.approx(held[0] / 4, rel=1e-6)
     states = [need(plan, Place.DISK, "in all").owners["optimizer state"] for plan in (one, four)]
     assert states[1] == pytest.approx(states[0], rel=0.001)
-
-
-def test_checkpoints_count_with_the_one_being_saved() -> None:
-    """While three are kept, a fourth exists while it is saved; with none, there are no checkpoints."""
-    three = need(make_plan(SEVEN, replace(TRAINING, save_top_k=3), LARGE, RATES), Place.DISK, "in all").owners
-    assert three["checkpoints"] == 3 * three["checkpoint being saved"] > 3 * 12 * SEVEN.numel
-    none = need(make_plan(SEVEN, replace(TRAINING, save_top_k=0), LARGE, RATES), Place.DISK, "in all").owners
-    assert "checkpoints" not in none
-
-
-def owners_on_disk(**changed: Any) -> Mapping[str, int]:
-    return need(make_plan(SEVEN, replace(TRAINING, **changed), LARGE, RATES), Place.DISK, "in all").owners
-
-
-def test_state_has_a_third_place_to_be_saved_from() -> None:
-    """It takes half as much as the other two, unless nothing is saved or training waits for its checkpoints."""
-    owners = owners_on_disk()
-    assert owners["state being saved"] == owners["optimizer state"] // 2
-    for changed in ({"asynchronous": False}, {"save_top_k": 0}, {"places": 1}):
-        assert "state being saved" not in owners_on_disk(**changed)
-
-
-def test_too_little_disk_lets_training_wait_for_its_checkpoints() -> None:
-    """The third place is given up before anything else is changed."""
-    small = replace(LARGE, disk=sum(owners_on_disk(asynchronous=False).values()))
-    asked = make_plan(SEVEN, TRAINING, small, RATES)
-    assert [each.place for each in asked.broken] == [Place.DISK]
-    chosen = cheapest(SEVEN, TRAINING, small, RATES)
-    assert chosen is not None and chosen.training == replace(TRAINING, asynchronous=False)
-
-
-def test_gradients_go_to_storage_where_they_do_not_fit() -> None:
-    """A budget is what they take in host memory; all of them take space on the disk, and a step writes the others."""
-    small = replace(LARGE, host_memory=12 * GB)
-    chosen = cheapest(SEVEN, TRAINING, small, RATES)
-    assert chosen is not None and chosen.fits
-    assert chosen.training == replace(TRAINING, build="configure_model", gradient_budget=4 * GB)
-    assert need(chosen, Place.HOST, "training").owners["gradient_arena"] == 4 * GB
-    assert owners_on_disk(gradient_budget=GB)["gradients"] == pytest.approx(14 * GB, rel=0.05)
-    assert "gradients" not in owners_on_disk()
-    asked, spilled = (written_bytes(SEVEN, one) for one in (TRAINING, chosen.training))
-    assert spilled - asked == pytest.approx(10 * GB, rel=0.05)
-    with pytest.raises(ConfigError, match="Compressed gradients are all in memory"):
-        Training(gradient_budget=GB, compression=0.1)
 
 
 def test_a_small_model_needs_no_storage() -> None:
@@ -210,18 +193,11 @@ def test_a_small_model_needs_no_storage() -> None:
     assert seven["AdamW in memory"].total > 16 * SEVEN.numel
     many = {one.name: one for one in alternatives(SEVEN, TRAINING, replace(resources, num_gpus=8))}
     assert many["AdamW in memory (DDP)"].total > many["FSDP over 8 GPUs"].total > 2 * SEVEN.numel
-
-
-def test_frozen_parameters_have_no_state_in_memory_either() -> None:
-    """A model of which little is trained needs 2 bytes per parameter without storage, not 16."""
+    # Of a model of which little is trained parameters take 2 bytes, not 16.
     trained = SEVEN.trained[-2:-1]
     model = replace(SEVEN, trained=trained, frozen=(SEVEN.numel - sum(trained),), passes=None)
-    (plain, *_) = alternatives(model, TRAINING, LARGE)
-    assert plain.total == pytest.approx(2 * model.numel, rel=0.1)
-
-
-def test_an_optimizer_in_memory_has_its_own_state() -> None:
-    """SGD without momentum keeps one array less than AdamW's two, at least."""
+    assert alternatives(model, TRAINING, LARGE)[0].total == pytest.approx(2 * model.numel, rel=0.1)
+    # SGD without momentum keeps one array less than AdamW's two, at least.
     adam, sgd = (alternatives(SEVEN, replace(TRAINING, optimizer=name), LARGE)[0] for name in ("AdamW", "SGD"))
     assert sgd.name == "SGD in memory"
     assert adam.owners["optimizer state"] == 8 * SEVEN.numel > sgd.owners["optimizer state"]
@@ -233,13 +209,6 @@ def test_batches_are_divided_down_to_single_sequences(batch: int, parts: list[in
     divided = [*_divided(replace(TRAINING, batch=batch))]
     assert [each.batch for each in divided] == parts
     assert {each.batch * each.accumulate for each in divided} == {batch}
-
-
-def test_what_lacks_the_least_is_found() -> None:
-    """On a disk that is too small for every state, the smallest state is nearest."""
-    small = replace(LARGE, disk=GB)
-    assert cheapest(SEVEN, TRAINING, small, RATES) is None
-    assert nearest(SEVEN, TRAINING, small, RATES).training.state_format == "int8"
 
 
 def test_processes_on_a_cpu_share_its_cores() -> None:
@@ -266,16 +235,6 @@ def test_measured_rates_make_figures() -> None:
     assert unmeasured.step.low < found.step.low <= unmeasured.step.high * 1.001
 
 
-def test_a_drive_lives_as_long_as_it_may_write() -> None:
-    """A step writes 12 bytes per parameter; parameters on storage add 2."""
-    assert written_bytes(SEVEN, TRAINING) == pytest.approx(12 * SEVEN.numel, rel=0.01)
-    stored = written_bytes(SEVEN, replace(TRAINING, offload_param="nvme"))
-    assert stored == pytest.approx(14 * SEVEN.numel, rel=0.01)
-    found = pace(SEVEN, TRAINING, RATES, on_gpu=True)
-    assert found is not None
-    assert found.life_in_steps(600) == pytest.approx(600e12 / written_bytes(SEVEN, TRAINING))
-
-
 @pytest.mark.parametrize(
     ("wrong", "remedy"),
     [
@@ -289,3 +248,50 @@ def test_impossible_trainings_are_refused(wrong: dict[str, object], remedy: str)
     """The error names the value and a remedy."""
     with pytest.raises(ConfigError, match=remedy):
         replace(TRAINING, **wrong)
+
+
+PASSES = Passes(
+    batch=2,
+    seq=8,
+    saved_bytes=1000,
+    kept_bytes=200,
+    peak_bytes=1500,
+    logits_bytes=300,
+    forward_flops=10.0,
+    backward_flops=20.0,
+)
+
+
+@pytest.mark.parametrize("numel", [20e6, 124e6, 1.1e9, 7e9, 13e9, 70e9])
+def test_a_number_becomes_a_shape_of_about_that_size(numel: float) -> None:
+    """The shape has as many parameters as asked, within 8 %, and whole heads."""
+    shape = llama_shape(round(numel))
+    assert sum(shape.sizes()) == pytest.approx(numel, rel=0.08)
+    assert shape.width % shape.heads == 0
+
+
+def test_sizes_are_those_of_transformers() -> None:
+    """The formula lists the parameters of transformers' LlamaForCausalLM, in its order."""
+    shape = LlamaShape(layers=2, width=64, inner=128, heads=1, vocab=100)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=1, vocab_size=100
+    )
+    model = transformers.LlamaForCausalLM(config)
+    assert shape.sizes() == tuple(param.numel() for param in model.parameters())
+
+
+def test_figures_of_a_model() -> None:
+    """Passes are proportional to the batch; activation checkpoints keep inputs and one layer; frozen parameters count.
+
+    With four layers, a layer's share of what is not kept is 200 bytes; the peak above what is saved is 500.
+    """
+    figures = ("saved_bytes", "peak_bytes", "logits_bytes", "forward_flops")
+    six, one = ([getattr(PASSES.of_batch(batch), name) for name in figures] for batch in (6, 1))
+    assert (six, one) == ([3000, 4500, 900, 30.0], [500, 750, 150, 5.0])
+    taken = [PASSES.activation_bytes(checkpointing=on, num_layers=n) for on, n in ((False, 4), (True, 4), (True, 1))]
+    assert taken == [1200, 200 + 500 - 300, 200 + 800 - 300]
+    assert PASSES.recomputed_flops(checkpointing=True) == 30.0
+    model = ModelFigures(name="m", trained=(3, 4), frozen=(5,))
+    assert (model.numel, model.trained_numel, model.largest) == (12, 7, 5)
+    shape = llama_shape(6_738_415_616)  # Meta published 32 layers and a width of 4096 for Llama 7B
+    assert (shape.layers, shape.width) == (pytest.approx(32, abs=1), pytest.approx(4096, abs=128))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,17 @@ from lightning_smartinfinity import TopK
 from lightning_smartinfinity import planning as plan
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.planning.cost import CompressionResources, gain_of
+from lightning_smartinfinity.planning.paper.fit import FITTED_DEVICES, fit
+from lightning_smartinfinity.planning.paper.paper import SCALING
+from lightning_smartinfinity.planning.paper.reproduction import (
+    headroom,
+    mean_error,
+    predictions,
+    relative_to_one_device,
+)
 from lightning_smartinfinity.planning.simulator.gradients import Dense
 from lightning_smartinfinity.planning.simulator.handler import Route
+from lightning_smartinfinity.planning.simulator.hardware import FIGURES
 from lightning_smartinfinity.planning.simulator.workload import Workload
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +31,7 @@ PAGE = (ROOT / "docs" / "simulation.md").read_text()
 REPRODUCTION = (ROOT / "docs" / "reproduction.md").read_text()
 
 
-@pytest.mark.long  # tests/planning/test_reproduction.py has the figures of the paper
+@pytest.mark.long  # the tests below have the figures of the paper
 def test_tables_are_as_simulated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/reproduction.md has every title and table that the benchmark prints."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
@@ -67,3 +77,64 @@ def test_gains_are_as_predicted() -> None:
                 num_cards=int(num_cards), num_cores=64, num_threads=8, route=Route(route.strip("`"))
             )
             assert gain == f"{gain_of(codec, dense, setting).ratio:.2f}"
+
+
+@pytest.mark.parametrize("duplex", [False, True])
+def test_mean_errors(duplex: bool) -> None:
+    """Mean errors of the baseline and SU+O are at most 7 % for numbers that no parameter was fitted to."""
+    found = predictions(fit(duplex=duplex))
+    for system in ("ZeRO-Infinity", "SU+O"):
+        assert mean_error(found, system, fitted=False) <= 0.07
+    assert {one.num_devices for one in found if one.fitted} == set(FITTED_DEVICES)
+    predicted = {(one.table, one.gpu, one.num_devices) for one in found if not one.fitted and one.system == "SU+O"}
+    assert {("scaling", gpu, number) for gpu in SCALING for number in (1, 2, 4, 8)} < predicted
+
+
+def test_scaling_in_the_unit_of_the_paper() -> None:
+    """The speeds equal the printed ones, and an error on one device affects all relative speeds."""
+    found = predictions(fit(duplex=False))
+    relative = relative_to_one_device(found)
+    scaled = {(one.gpu, one.system, one.num_devices): one for one in found if one.table == "scaling"}
+    for gpu, scaling in SCALING.items():
+        printed = {"ZeRO-Infinity": scaling.baseline[1:], "SU+O": scaling.optimized, "SU+O+C": scaling.compressed}
+        for system, speeds in printed.items():
+            of = [one for one in relative if (one.gpu, one.system) == (gpu, system)]
+            assert [one.paper for one in of] == pytest.approx(list(speeds))
+    for one in relative:
+        same, alone = scaled[one.gpu, one.system, one.num_devices], scaled[one.gpu, "ZeRO-Infinity", 1]
+        assert 1 + one.error == pytest.approx((1 + alone.error) / (1 + same.error))
+
+
+@pytest.mark.parametrize("duplex", [False, True])
+def test_every_parameter_has_a_source(duplex: bool) -> None:
+    """Parameters of the devices are the paper's, and the others say what they were fitted to."""
+    machine = fit(duplex=duplex)
+    assert all(getattr(machine.machine(10).device, name) == figure.value for name, figure in FIGURES.items())
+    fitted = [figure.source for name, figure in machine.parameters.items() if name not in FIGURES]
+    assert len(fitted) == 6 and all("fitted at 6 and 10 devices" in source for source in fitted)
+
+
+BARS = {  # with SSD time shared, and duplex
+    "update": (1.5, 2.4),
+    "step": (1.25, 1.5),
+    "step, next forward hidden": (1.3, 1.6),
+    "step, compressed": (1.3, 1.55),
+}
+
+
+@pytest.mark.parametrize("duplex", [False, True])
+def test_headroom_over_the_published_handler(duplex: bool) -> None:
+    """With ten devices and 8.4B parameters overlap alone gains at least these factors with the same bytes."""
+    found = headroom(fit(duplex=duplex).machine(10))
+    for name, bars in BARS.items():
+        assert found.ratios[name] >= bars[duplex], name
+    for ours, published in (
+        (found.ours, found.published),
+        (found.hidden, found.published),
+        (found.ours_compressed, found.published_compressed),
+        (found.hidden_compressed, found.published_compressed),
+    ):
+        assert astuple(ours.traffic) == pytest.approx(astuple(published.traffic), rel=1e-6)
+        # The simulated device has one of the last tasklets.
+        assert ours.backward == pytest.approx(published.backward, rel=0.003)
+        assert ours.forward == published.forward

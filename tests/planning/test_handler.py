@@ -1,4 +1,4 @@
-"""The handler in virtual time follows the native state machine and moves the documented bytes."""
+"""The handler in virtual time follows the native state machine, and moves the documented bytes in the right time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_smartinfinity.planning.simulator.handler import (
 )
 from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.planning.simulator.step import Overlap, System, simulate_step
-from lightning_smartinfinity.planning.simulator.virtual_time import Process, Simulation
+from lightning_smartinfinity.planning.simulator.virtual_time import Path, Pool, Process, Resource, Simulation
 from lightning_smartinfinity.planning.simulator.wiring import connect
 from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS, Workload
 from lightning_smartinfinity.settings import BlockScaled, TopK
@@ -110,10 +110,7 @@ def test_buffers_bound_what_is_under_way() -> None:
     # Two devices share the channel and the host.
     parts = 12 / 2.8e9 + 12 / 1.62e9 + 16 / 8.2e9 + 2 * (2 + 2) / 4e9 + 2 * 1e-10
     assert simulation.run() == pytest.approx(numel * parts)
-
-
-def test_a_ring_is_bound_by_the_ssd() -> None:
-    """With enough buffers the SSD is always busy, except for the first tasklets' kernel and transfers."""
+    # With enough buffers the SSD is always busy, except for the first tasklets' kernel and transfers.
     simulation, numel = Simulation(), 16 * NUMEL
     on_cards(simulation, workload(numel=2 * numel), Route.HOST)
     assert 1 <= simulation.run() / (numel * (12 / 2.8e9 + 12 / 1.62e9)) < 1.005
@@ -183,31 +180,25 @@ PUBLISHED = {  # shared read, shared write, SSD to accelerator, accelerator to S
 
 @pytest.mark.parametrize(("system", "compressed"), PUBLISHED)
 def test_published_traffic(system: System, compressed: bool) -> None:
-    """Bytes per parameter equal the paper's for Adam in fp32."""
+    """Bytes per parameter equal the paper's for Adam in fp32, and the published system stores gradients in backward."""
     of = workload(Pairs(0.02) if compressed else Dense(4), parameter_bytes=4)
-    traffic = simulate_step(machine(), of, system).traffic
+    step = simulate_step(machine(), of, system)
+    traffic = step.traffic
     moved = (traffic.shared_up, traffic.shared_down, traffic.internal_read, traffic.internal_write)
     assert moved == pytest.approx([NUMEL * each for each in PUBLISHED[system, compressed]])
+    if system is System.PUBLISHED and not compressed:
+        assert step.backward == pytest.approx(NUMEL * 7e-10 + NUMEL / 2 * 4 / 1.62e9)
 
 
-@pytest.mark.parametrize("state_format", STATE_FORMATS)
-def test_the_host_moves_extents(state_format: str) -> None:
+@pytest.mark.parametrize(("state_format", "parameter_bytes"), [*((name, 2) for name in STATE_FORMATS), ("fp32", 4)])
+def test_the_host_moves_extents(state_format: str, parameter_bytes: int) -> None:
     """Every tasklet's extent is read and written once, except that the part held by parameters is not read."""
-    of = workload(state_format=state_format, tasklet_bytes=None)
+    of = workload(state_format=state_format, tasklet_bytes=None, parameter_bytes=parameter_bytes)
     traffic = simulate_step(machine(), of, System.HOST).traffic
     extents = of.host_layout(2).extents.extents
     written = sum(extent.nbytes for extent in extents)
-    held = 2 * NUMEL if state_format == "int8_remainder" else 0
+    held = 2 * NUMEL if state_format == "int8_remainder" else 4 * NUMEL if parameter_bytes == 4 else 0
     assert (traffic.shared_down, traffic.shared_up) == (written, written - held)
-
-
-def test_the_host_reads_no_masters_that_are_parameters() -> None:
-    """With fp32 parameters 8 bytes of Adam's state are read and 12 written."""
-    of = workload(parameter_bytes=4)
-    traffic = simulate_step(machine(), of, System.HOST).traffic
-    num_tasklets = len(of.host_layout(2).tasklets)
-    assert traffic.shared_up == 8 * NUMEL + 4096 * num_tasklets
-    assert traffic.shared_down == 12 * NUMEL + 4096 * num_tasklets
 
 
 def test_the_host_uses_all_devices() -> None:
@@ -234,14 +225,6 @@ def test_forward_hides_the_update(system: System, duplex: bool) -> None:
     assert none.update + none.backward - none.update / 6 < both.step < none.step
 
 
-def test_gradients_are_stored_in_backward_where_published() -> None:
-    """In the published system backward also takes the time to write gradients to the SSDs."""
-    published = simulate_step(machine(), workload(Dense(4)), System.PUBLISHED)
-    ours = simulate_step(machine(), workload(Dense(4)), System.CARDS)
-    assert ours.backward == pytest.approx(NUMEL * 7e-10)
-    assert published.backward - ours.backward == pytest.approx(NUMEL / 2 * 4 / 1.62e9)
-
-
 @pytest.mark.parametrize("num_devices", [1, 10])
 def test_a_duplex_ssd_reads_while_it_writes(num_devices: int) -> None:
     """Reads and writes of a duplex SSD do not wait for each other, however many requests are queued."""
@@ -254,24 +237,6 @@ def test_threads_are_those_of_the_device() -> None:
     """The simulated numbers of threads equal those of a card's pipeline and of the residual."""
     assert handler.CARD_COMPUTE_THREADS == device._COMPUTE_THREADS
     assert handler.MOST_FEED_BACK_THREADS == compressed_gradients._MOST_THREADS
-
-
-def test_a_simulation_is_the_same_every_time() -> None:
-    """Two simulations are equal bit for bit."""
-    first, second = (simulate_step(machine(), workload(), System.CARDS) for _ in range(2))
-    assert first == second
-
-
-def test_an_empty_batch_ends_at_once() -> None:
-    """An empty batch ends at once, as in the native state machine."""
-    simulation = Simulation()
-
-    def nothing(tasklet: int) -> Process:
-        yield simulation.event()
-
-    batch = SimulatedBatch(simulation, num_tasklets=0, num_buffers=2, works={"read": nothing, "compute": nothing})
-    assert simulation.run() == 0
-    assert batch.finished.happened
 
 
 @pytest.mark.parametrize("system", System)
@@ -296,12 +261,85 @@ def test_large_models_have_larger_tasklets(monkeypatch: pytest.MonkeyPatch, syst
         assert begun < 50 * 8 + 40
         assert step / numel == pytest.approx(exact / of.numel, rel=0.04)
     assert begun < cut
-
-
-def test_tasklets_of_usual_models_are_those_of_training() -> None:
-    """Up to 4096 tasklets per card equal those of training."""
+    # Up to 4096 tasklets per card are those of training.
+    monkeypatch.undo()
     for numel in (10**9, 20 * 10**9):
         of = workload(numel=numel, tasklet_bytes=None)
         assert of.simulated_card_layout(1) == of.card_layout(1)
     of = workload(numel=10**12, tasklet_bytes=None)
     assert of.simulated_card_layout(1).extents.num_tasklets in range(4096, 4105)
+
+
+def ends_of(works: list[tuple[float, Path, float]]) -> list[float]:
+    """Return when works end that have these beginnings, paths and units.
+
+    A wait is work on a resource of its own.
+    """
+    simulation = Simulation()
+    ends = [0.0] * len(works)
+
+    def run(number: int, begin: float, path: Path, units: float) -> Process:
+        yield simulation.work(Path(((Resource("wait"), 1.0),)), begin)
+        yield simulation.work(path, units)
+        ends[number] = simulation.now
+
+    for number, work in enumerate(works):
+        simulation.start(run(number, *work))
+    simulation.run()
+    return ends
+
+
+def path(**seconds: float) -> Path:
+    """Return a path over named resources, with seconds for each unit."""
+    return Path(tuple((RESOURCES[name], each) for name, each in seconds.items()))
+
+
+RESOURCES = {name: Resource(name) for name in ("disk", "reads", "writes", "channel", "slow", "own")}
+RESOURCES["shared"] = Resource("shared", copies=4)
+THROUGH, OTHER = path(channel=1.0, slow=4.0), path(channel=1.0)  # alone: 0.25 and 1 per second
+
+
+@pytest.mark.parametrize(
+    ("works", "ends"),
+    [
+        pytest.param([(0, path(disk=0.5), 4), (2, path(disk=0.5), 2)], [2, 3], id="one after the other"),
+        pytest.param([(0, path(disk=1.0), 4), (2, path(disk=1.0), 4)], [6, 8], id="what overlaps shares evenly"),
+        pytest.param([(0, path(disk=0.25), 4), (0, path(disk=1.0), 4)], [2, 5], id="a shared disk gives equal time"),
+        pytest.param([(0, path(reads=0.25), 4), (0, path(writes=1.0), 4)], [1, 4], id="a duplex disk"),
+        pytest.param([(0, THROUGH, 1)], [4], id="the slowest resource"),
+        pytest.param([(0, THROUGH, 1.0), (0, OTHER, 3)], [4.75, 3.75], id="0.2 and 0.8 of a channel"),
+        pytest.param(
+            [(0, path(slow=4.0, channel=1.0), 1), (0, path(slow=4.0), 1), (0, OTHER, 7)],
+            [8, 8, 8],
+            id="others use what one leaves",
+        ),
+        pytest.param([(0, path(shared=1.0), 1)], [4], id="a copy on what is shared"),
+        pytest.param([(0, path(own=1.0), 1)], [1], id="a copy on its own"),
+        pytest.param([(0, path(disk=1.0), 0), (0, Path(()), 5)], [0, 0], id="nothing takes no time"),
+    ],
+)
+def test_sums_by_hand(works: list[tuple[float, Path, float]], ends: list[float]) -> None:
+    """Each work ends when it has had its units of each resource, of which all get the same part."""
+    assert ends_of(works) == pytest.approx(ends)
+
+
+@given(units=st.lists(st.floats(0.01, 100), min_size=1, max_size=6), copies=st.integers(1, 4))
+def test_a_busy_resource_is_never_idle(units: list[float], copies: int) -> None:
+    """However many share a resource, the last ends after the total time of the work."""
+    disk = Path(((Resource("disk", copies), 0.5),))
+    assert max(ends_of([(0, disk, each) for each in units])) == pytest.approx(0.5 * copies * sum(units))
+
+
+def test_a_pool_works_in_order() -> None:
+    """Two threads take three jobs, and the third begins when the first of the others ends."""
+    simulation = Simulation()
+    pool, ends = Pool(simulation, 2), []
+
+    def job(name: str, seconds: float) -> Process:
+        yield simulation.work(Path(((Resource(name), 1.0),)), seconds)
+        ends.append((name, simulation.now))
+
+    for name, seconds in (("a", 3), ("b", 1), ("c", 1)):
+        pool.push(job(name, seconds))
+    assert simulation.run() == 3
+    assert ends == [("b", 1), ("c", 2), ("a", 3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -75,61 +76,43 @@ def test_machines_share_state_and_parameters(model: ModelFigures) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_the_network_carries_gathers_and_gradients(model: ModelFigures) -> None:
-    """Two gathers and one reduction of all that other machines have, in 16 bit; one machine needs no network."""
-    for nodes in NODES:
-        found = plan_of(model, nodes).pace
-        assert found is not None
+    """Two gathers and one reduction of all that other machines have, in 16 bit; each machine updates its part."""
+    paces = [(nodes, plan_of(model, nodes).pace) for nodes in NODES]
+    one = paces[0][1]
+    for nodes, found in paces:
+        assert found is not None and one is not None
         assert found.network.low == pytest.approx(6 * model.numel * (nodes - 1) / nodes / 50e9)
         assert found.step.low >= found.network.low + found.backward.low
-    twice = pace(model, replace(TRAINING, nodes=4, accumulate=2), RATES, on_gpu=True)
-    once = pace(model, replace(TRAINING, nodes=4), RATES, on_gpu=True)
-    assert twice is not None and once is not None and twice.network.low == pytest.approx(2 * once.network.low)
-
-
-def test_machines_update_at_once() -> None:
-    """Each updates its part, so that the update is as many times shorter; tokens of a step are as many times more."""
-    paces = {nodes: plan_of(MODELS[2], nodes).pace for nodes in NODES}
-    for nodes, found in paces.items():
-        one = paces[1]
-        assert found is not None and one is not None
-        assert nodes * found.update.low == pytest.approx(one.update.low, rel=0.05)
+        assert nodes * found.update.low == pytest.approx(one.update.low, rel=0.1)
         assert found.tokens_per_step == nodes * one.tokens_per_step
-        assert nodes * found.written_bytes == pytest.approx(one.written_bytes, rel=0.02)
+        assert nodes * found.written_bytes == pytest.approx(one.written_bytes, rel=0.1)
+    twice, once = (pace(model, replace(TRAINING, nodes=4, accumulate=n), RATES, on_gpu=True) for n in (2, 1))
+    assert twice is not None and once is not None and twice.network.low == pytest.approx(2 * once.network.low)
 
 
 def test_processes_on_other_machines_count_as_those_of_this_one() -> None:
     """What each GPU holds depends on the number of processes, wherever they are; a machine's memory on its own."""
-    model = MODELS[0]
     far, near = (
-        {(need.place, need.phase): need for need in needs(model, replace(TRAINING, **how), on_gpu=True)}
+        {(need.place, need.phase): need for need in needs(MODELS[0], replace(TRAINING, **how), on_gpu=True)}
         for how in ({"processes": 1, "nodes": 8}, {"processes": 8})
     )
     assert far[Place.GPU, "training"].owners == near[Place.GPU, "training"].owners
     assert 8 * far[Place.HOST, "training"].total == near[Place.HOST, "training"].total
-
-
-def test_gpus_of_all_machines_shard_in_memory() -> None:
-    """What FSDP would need counts the GPUs of all machines."""
-    names = [one.name for one in alternatives(MODELS[1], replace(TRAINING, nodes=4), MACHINE)]
+    # FSDP counts the GPUs of all machines, too.
+    names = [each.name for each in alternatives(MODELS[1], replace(TRAINING, nodes=4), MACHINE)]
     assert "FSDP over 32 GPUs" in names
-
-
-def table() -> str:
-    """Return the page's table."""
-    heads = ("model", "machines", "GPU GB", "host GB", "disk TB", "network s", "update s", "step s")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for model in MODELS:
-        for nodes in NODES:
-            plan = plan_of(model, nodes)
-            assert plan.pace is not None
-            sizes = [f"{most(plan, place) / 1e9:.1f}" for place in (Place.GPU, Place.HOST)]
-            times = [f"{plan.pace.network.low:.2f}"]
-            times += [f"{part.low:.2f} to {part.high:.2f}" for part in (plan.pace.update, plan.pace.step)]
-            cells = [model.name, str(nodes), *sizes, f"{most(plan, Place.DISK) / 1e12:.2f}", *times]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def test_the_page_has_these_figures() -> None:
     """docs/planning.md shows what the planner says."""
-    assert f"\n{table()}\n" in PAGE, table()
+    heads = ("model", "machines", "GPU GB", "host GB", "disk TB", "network s", "update s", "step s")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for model, nodes in product(MODELS, NODES):
+        plan = plan_of(model, nodes)
+        assert plan.pace is not None
+        sizes = [f"{most(plan, place) / 1e9:.1f}" for place in (Place.GPU, Place.HOST)]
+        times = [f"{part.low:.2f} to {part.high:.2f}" for part in (plan.pace.update, plan.pace.step)]
+        cells = [*sizes, f"{most(plan, Place.DISK) / 1e12:.2f}", f"{plan.pace.network.low:.2f}", *times]
+        lines.append(f"| {model.name} | {nodes} | {' | '.join(cells)} |")
+    table = "\n".join(lines)
+    assert f"\n{table}\n" in PAGE, table

@@ -100,12 +100,6 @@ def test_documented_state_formats() -> None:
     assert others == {"Adam or AdamW"} and "Optimizers other than Adam and AdamW have only" in text
 
 
-def test_settings_stay_as_they_are() -> None:
-    """The settings are frozen."""
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        StrategySettings().overlap = "none"  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("scale", [np.float32(512), np.int64(512), Fraction(512)])
 def test_numbers_become_pythons(scale: Any) -> None:
     """Python's numbers replace those of other libraries, because DeepSpeed writes its settings as JSON."""

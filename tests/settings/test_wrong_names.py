@@ -1,14 +1,17 @@
-"""People type settings as dicts, and misspell names: a misspelt one is answered with the right one."""
+"""Settings as people type them: dicts, misspelt names, answered with the right one, and what codecs take."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import inspect
+import math
 import pickle
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_smartinfinity import (
@@ -59,25 +62,20 @@ def test_a_setting_like_no_other() -> None:
         assert field.name in caught.value.remedy
 
 
-def test_a_setting_that_is_left_out() -> None:
-    """The error names the class and the setting that it needs."""
-    for incomplete in (TopK, lambda: TopK(exact=False)):  # type: ignore[call-arg]
-        with pytest.raises(ConfigError, match=r"^TopK needs the setting 'ratio'\. Pass ratio="):
-            incomplete()  # type: ignore[operator]
-
-
-def test_a_setting_that_is_given_twice() -> None:
-    """The error names it."""
-    with pytest.raises(ConfigError, match=r"^TopK was given the setting 'ratio' twice\."):
-        TopK(0.1, ratio=0.2)  # type: ignore[misc]
-
-
-def test_a_setting_without_its_name() -> None:
-    """A value that has to be named raises ConfigError. The ratio of TopK needs no name."""
-    with pytest.raises(ConfigError, match=r"TransferConfig\(8\) has values without names"):
-        TransferConfig(8)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"StorageTrafficMonitor\(True, 4\) has values without names"):
-        StorageTrafficMonitor(True, 4)  # type: ignore[misc]
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TopK(), r"^TopK needs the setting 'ratio'\. Pass ratio="),
+        (lambda: TopK(exact=False), r"^TopK needs the setting 'ratio'\. Pass ratio="),
+        (lambda: TopK(0.1, ratio=0.2), r"^TopK was given the setting 'ratio' twice\."),
+        (lambda: TransferConfig(8), r"TransferConfig\(8\) has values without names"),
+        (lambda: StorageTrafficMonitor(True, 4), r"StorageTrafficMonitor\(True, 4\) has values without names"),
+    ],
+)
+def test_a_setting_that_is_left_out_or_without_its_name(make: Callable[[], Any], words: str) -> None:
+    """The error names the class and the setting. The ratio of TopK needs no name."""
+    with pytest.raises(ConfigError, match=words):
+        make()
     assert TopK(0.5, False) == TopK(ratio=0.5, error_feedback=False)
 
 
@@ -149,6 +147,11 @@ def test_a_mistake_in_a_dict_of_settings(strategy: Callable[..., Any], options: 
         ({"devices": 2}, "(devices=...), or the cards"),  # smartssd={'devices': 2} would be refused
         ({"pizza": 1}, "Settings of ZeRO-3 go into zero={...}"),
         ({"pizza": 1, "num_buffers": 8}, "has no setting 'num_buffers', 'pizza'."),
+        # A dict is not Lightning's flag of that name, but what goes into zero; several options are answered one by one.
+        ({"zero_optimization": {"overlap_comm": True}}, "Pass what is inside of it as zero={...}"),
+        ({"stage": 3, "offload_optimizer": True}, "always in ZeRO stage 3"),
+        ({"stage": 3, "offload_optimizer": True}, "optimizer state is always in the folders of storage="),
+        ({"stage": 3, "nvme_path": "/nvme"}, "Pass storage='/nvme'"),
     ],
 )
 def test_a_misspelt_option(strategy: Callable[..., Any], options: dict[str, Any], words: str) -> None:
@@ -156,9 +159,62 @@ def test_a_misspelt_option(strategy: Callable[..., Any], options: dict[str, Any]
     with pytest.raises(ConfigError) as caught:
         strategy(**options)
     assert words in str(caught.value)
-    assert caught.value.remedy.endswith(".")
+    assert caught.value.remedy.endswith(".") and "zero={'offload_optimizer'" not in caught.value.remedy
 
 
 def test_a_question_about_nothing() -> None:
     """No word is like an empty name, and there may be no words at all."""
     assert did_you_mean("", ["storage"]) == did_you_mean("storage", []) == ""
+
+
+NO_NUMBERS = (True, "0.01", None, np.array([0.01]))
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.1, 10**400, Fraction(1, 10**400), math.nan, math.inf, *NO_NUMBERS])
+def test_ratio_is_a_share(ratio: Any) -> None:
+    """The ratio is a number above 0 and at most 1. Text is refused."""
+    with pytest.raises(ConfigError, match=r"TopK\(ratio=.*is out of range.*Pass a number above 0 and at most 1\."):
+        TopK(ratio)
+
+
+@pytest.mark.parametrize("setting", [{"value_dtype": "bf16"}, {"exact": False}])
+def test_what_is_ignored_is_said(setting: dict[str, Any]) -> None:
+    """A ratio of 1 sends gradients in their own dtype and keeps no residual. A warning names the ignored settings."""
+    with pytest.warns(UserWarning, match=r"TopK\(ratio=1\.0.*value_dtype and exact are ignored"):
+        codec = TopK(1.0, **setting)
+    assert codec.error_feedback and not codec.keeps_residual
+    assert TopK(0.5).keeps_residual
+
+
+@pytest.mark.parametrize("ratio", [np.float64(0.5), np.float32(0.5), np.float16(0.5), Fraction(1, 2)])
+def test_ratio_of_any_kind_of_number(ratio: Any) -> None:
+    """The ratio may be a NumPy scalar or a Fraction. It is shown and passed on as a Python float."""
+    assert repr(TopK(ratio)) == repr(TopK(0.5))
+    assert repr(TopK(ratio).native()) and type(TopK(ratio).ratio) is float
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"error_feedback": 1},
+        {"exact": "no"},
+        {"value_dtype": "fp8"},
+        {"value_dtype": 16},
+        {"value_dtype": np.array(["bf16"] * 2)},
+    ],
+)
+def test_other_settings_are_checked(setting: dict[str, Any]) -> None:
+    """Flags must be bools, and the type of the values must be a known name; values are sent in the type asked for."""
+    with pytest.raises(ConfigError, match=rf"TopK\({next(iter(setting))}="):
+        TopK(0.01, **setting)
+    with pytest.raises(ConfigError, match=r"BlockScaled\(error_feedback='yes'\)"):
+        BlockScaled(error_feedback="yes")  # type: ignore[arg-type]
+    sent = [TopK(0.01, value_dtype=dtype).native().value_dtype().name for dtype in ("auto", "bf16", "fp16")]
+    assert sent == ["FLOAT32", "BFLOAT16", "FLOAT16"]
+
+
+@pytest.mark.parametrize("compression", [0.01, "TopK", TopK, {"ratio": 0.01}])
+def test_strategy_takes_codecs_only(compression: Any) -> None:
+    """The strategy refuses a compression that is not a gradient codec, and the error says what to pass."""
+    with pytest.raises(ConfigError, match=r"is not a gradient codec.*TopK"):
+        SmartInfinityStrategy(compression=compression)

@@ -1,6 +1,6 @@
 """Trains a stack of wide layers and prints its memory as JSON: ``... memory_worker FOLDER DEPTH training|saving``.
 
-With ``saving`` it also saves a checkpoint, evaluates it and resumes from it.
+With ``saving`` the model exists before the fit, and it also saves a checkpoint, evaluates it and resumes from it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ def reset_peak() -> None:
 class Wide(pl.LightningModule):
     def __init__(self, depth: int) -> None:
         super().__init__()
+        self.depth = depth
+        self.configure()
+
+    def configure(self) -> None:
         # The model starts in 16 bit: an fp32 model would dominate the peak and hide the memory used later.
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(depth)))
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(self.depth)))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.layers(batch).float().square().mean()
@@ -52,6 +56,16 @@ class Wide(pl.LightningModule):
         return DataLoader(torch.randn(8, WIDTH), batch_size=2)
 
     predict_dataloader = train_dataloader
+
+
+class Configured(Wide):
+    """Builds its layers in configure_model."""
+
+    def configure(self) -> None:
+        """Build nothing yet."""
+
+    def configure_model(self) -> None:
+        super().configure()
 
 
 class Watch(pl.Callback):
@@ -126,7 +140,7 @@ def main() -> None:
     folder, depth, saves = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "saving"
     watch = Watch()
     trainer = trainer_of(folder, steps=STEPS, callbacks=[watch])
-    trainer.fit(Wide(depth))
+    trainer.fit(Wide(depth) if saves else Configured(depth))
     if saves:
         path = Path(folder) / "a.ckpt"
         watch.figures["saving"] = growth(lambda: trainer.save_checkpoint(path))

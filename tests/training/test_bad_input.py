@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -30,12 +30,12 @@ from lightning_smartinfinity import (
     TransferConfig,
     UnsupportedError,
 )
+from lightning_smartinfinity.common.update_rules import RULES
+from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
 from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 from tests.helpers import trainers
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.waiting import LIMIT, PROCESS_LIMIT
-from tests.training.worker import REPOSITORY
+from tests.helpers.waiting import PROCESS_LIMIT
 
 
 def fit(module: pl.LightningModule, strategy: SmartInfinityStrategy, root: Path, **trainer: Any) -> pl.Trainer:
@@ -48,6 +48,19 @@ def assert_helpful(error: SmartInfinityError, *values: str) -> None:
     assert error.remedy.endswith("."), error
     for value in values:
         assert value in str(error), f"{value!r} is not named in: {error}"
+
+
+def free_bytes(count: int) -> Any:
+    """Return a patch that makes every file system report ``count`` free bytes."""
+    real = os.statvfs
+
+    def statvfs(path: Any) -> os.statvfs_result:
+        values = list(real(path))
+        values[0] = values[1] = 4096  # f_bsize, f_frsize
+        values[3] = values[4] = count // 4096  # f_bfree, f_bavail
+        return os.statvfs_result(values)
+
+    return mock.patch.object(os, "statvfs", statvfs)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +146,7 @@ def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: di
         {"job": "\0"},
         {"job": "\udc80"},
         {"keep": "yes"},
+        {"accumulate_in": "bf16"},
     ],
 )
 def test_transfer_settings_out_of_range_raise(settings: dict[str, Any]) -> None:
@@ -140,14 +154,6 @@ def test_transfer_settings_out_of_range_raise(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         TransferConfig(**settings)
     assert_helpful(caught.value, next(iter(settings)))
-
-
-def test_zero_settings_are_validated_before_anything_is_written(tmp_path: Path) -> None:
-    """Our own error refuses a value that DeepSpeed does not take, and no folder is created."""
-    with pytest.raises(ConfigError) as caught:
-        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s", zero={"reduce_bucket_size": -5}), tmp_path)
-    assert_helpful(caught.value, "SmartInfinityStrategy", "reduce_bucket_size: Input should be greater than 0")
-    assert not (tmp_path / "s").exists()
 
 
 def test_a_root_folder_that_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,100 +183,93 @@ def test_checkpoints_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
-def test_a_bucket_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the setting, and no folder is created."""
-    monkeypatch.setattr(GradientPath, "bypasses_buckets", False)  # one process on a CPU uses no buckets
-    with pytest.raises(ConfigError) as caught:
-        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s", zero={"reduce_bucket_size": 10**16}), tmp_path)
-    assert_helpful(caught.value, "'reduce_bucket_size': 10000000000000000")
-    assert not (tmp_path / "s").exists()
-
-
 class Custom(torch.optim.AdamW):
     """A subclass, which may do anything in its step()."""
 
 
-def _two(module: LitTiny) -> Any:
-    half = list(module.parameters())
-    return [torch.optim.AdamW(half[:3]), torch.optim.AdamW(half[3:])]
+def optimized(configure: Callable[[list[Any]], Any], **recipe: Any) -> LitTiny:
+    """Return a module with a function that makes its optimizers from its parameters."""
+    module = LitTiny(Recipe(**recipe))
+    params = list(module.parameters())
+    module.configure_optimizers = lambda: configure(params)  # type: ignore[method-assign]
+    return module
 
 
-OPTIMIZERS: dict[str, tuple[Callable[[LitTiny], Any], str]] = {
-    "NAdam": (lambda m: torch.optim.NAdam(m.parameters()), "NAdam"),
-    "a subclass": (lambda m: Custom(m.parameters()), "Custom"),
-    "amsgrad": (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "amsgrad"),
-    "Rprop": (lambda m: torch.optim.Rprop(m.parameters()), "Rprop"),
-    "two optimizers": (_two, "several optimizers"),
-    "none": (lambda m: None, "LitTiny.configure_optimizers returned None"),
+def sparse() -> LitTiny:
+    module = LitTiny(Recipe(tied=False))
+    module.model.tokens = nn.Embedding(64, 32, sparse=True)
+    return module
+
+
+def frozen() -> LitTiny:
+    module = optimized(torch.optim.AdamW)
+    return module.requires_grad_(False)
+
+
+SUPPORTED = [name for rule in RULES for name in rule.optimizers]
+REFUSED: dict[str, tuple[Callable[[], LitTiny], type[SmartInfinityError], tuple[str, ...]]] = {
+    "NAdam": (lambda: optimized(torch.optim.NAdam), UnsupportedError, ("NAdam", *SUPPORTED)),
+    "a subclass": (lambda: optimized(Custom), UnsupportedError, ("Custom", *SUPPORTED)),
+    "amsgrad": (lambda: optimized(partial(torch.optim.AdamW, amsgrad=True)), UnsupportedError, ("amsgrad",)),
+    "two optimizers": (
+        lambda: optimized(lambda params: [torch.optim.AdamW(params[:3]), torch.optim.AdamW(params[3:])]),
+        UnsupportedError,
+        ("several optimizers",),
+    ),
+    "no optimizer": (
+        lambda: optimized(lambda params: None),
+        UnsupportedError,
+        ("LitTiny.configure_optimizers returned None", *SUPPORTED),
+    ),
+    "sparse gradients": (sparse, UnsupportedError, ("model.tokens", "sparse=False")),
+    "nothing to train": (frozen, UnsupportedError, ("requires_grad",)),
+}
+SETTINGS: dict[str, tuple[dict[str, Any], type[SmartInfinityError], tuple[str, ...]]] = {
+    "a value that DeepSpeed does not take": (
+        {"zero": {"reduce_bucket_size": -5}},
+        ConfigError,
+        ("SmartInfinityStrategy", "reduce_bucket_size: Input should be greater than 0"),
+    ),
+    "a bucket larger than memory": (
+        {"zero": {"reduce_bucket_size": 10**16}},
+        ConfigError,
+        ("'reduce_bucket_size': 10000000000000000",),
+    ),
+    "below a file": ({"storage": "file/below"}, StorageError, ("below",)),
+    "where no folders can be": ({"storage": "/proc/nowhere/storage"}, StorageError, ("storage",)),
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_unsupported_optimizers_are_refused(name: str, tmp_path: Path) -> None:
-    """The message names the optimizer and lists the supported ones. Nothing is written."""
-    configure, named = OPTIMIZERS[name]
-    module = LitTiny(Recipe())
-    module.configure_optimizers = lambda: configure(module)  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedError) as caught:
-        fit(module, SmartInfinityStrategy(tmp_path / "s"), tmp_path)
-    assert_helpful(caught.value, named)
-    if name not in ("two optimizers", "amsgrad"):
-        assert_helpful(caught.value, "AdamW", "Adam", "Adagrad", "SGD", "RMSprop")
-    assert not (tmp_path / "s").exists()
+@pytest.mark.parametrize("name", [*REFUSED, *SETTINGS])
+def test_what_is_refused_before_anything_is_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own error names the value and the remedy, and no folder is created."""
+    monkeypatch.setattr(GradientPath, "bypasses_buckets", False)  # one process on a CPU uses no buckets
+    (tmp_path / "file").write_text("in the way")
+    make, error, named = REFUSED[name] if name in REFUSED else (lambda: LitTiny(Recipe()), *SETTINGS[name][1:])
+    settings = dict(SETTINGS[name][0]) if name in SETTINGS else {}
+    storage = tmp_path / settings.pop("storage", "s")
+    with pytest.raises(error) as caught:
+        fit(make(), SmartInfinityStrategy(storage, **settings), tmp_path)
+    assert_helpful(caught.value, *named)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
-    """Embedding(sparse=True) is refused before training."""
-    module = LitTiny(Recipe(tied=False))
-    module.model.tokens = nn.Embedding(64, 32, sparse=True)
-    with pytest.raises(UnsupportedError) as caught:
-        fit(module, SmartInfinityStrategy(tmp_path / "s"), tmp_path)
-    assert_helpful(caught.value, "model.tokens", "sparse=False")
-    assert not (tmp_path / "s").exists()
+class AsksForState(LitTiny):
+    """A module that asks the optimizer for its state."""
 
-
-def test_a_model_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
-    """A model whose parameters are all frozen raises our own error instead of DeepSpeed's."""
-    module = LitTiny(Recipe())
-    optimizer = torch.optim.AdamW(module.parameters())
-    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
-    module.requires_grad_(False)
-    with pytest.raises(UnsupportedError) as caught:
-        fit(module, SmartInfinityStrategy(tmp_path / "s"), tmp_path)
-    assert_helpful(caught.value, "requires_grad")
-
-
-class Manual(LitTiny):
-    """A module with manual optimization that asks the optimizer for its state."""
-
-    automatic_optimization = False
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.optimizers().state_dict()  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
 
 
 def test_close_removes_the_storage_of_a_fit_that_was_refused_within(tmp_path: Path) -> None:
     """optimizer.state_dict() raises, and close() removes the storage of the aborted fit."""
     strategy = SmartInfinityStrategy(tmp_path / "s")
     with pytest.raises(UnsupportedError) as caught:
-        fit(Manual(Recipe()), strategy, tmp_path)
+        fit(AsksForState(Recipe()), strategy, tmp_path)
     assert_helpful(caught.value, "state_dict", "trainer.save_checkpoint")
     strategy.close()
     assert not list((tmp_path / "s").rglob("*.bin"))
-
-
-@pytest.mark.parametrize("folder", ["file/below", "/proc/nowhere/storage"])
-def test_a_folder_that_cannot_be_made_is_named(folder: str, tmp_path: Path) -> None:
-    """StorageError names the path if a file is in the way or the file system allows no folders."""
-    (tmp_path / "file").write_text("in the way")
-    storage = Path(folder) if folder.startswith("/") else tmp_path / folder
-    with pytest.raises(StorageError) as caught:
-        fit(LitTiny(Recipe()), SmartInfinityStrategy(storage), tmp_path)
-    assert_helpful(caught.value, str(storage.name))
 
 
 def test_a_memory_file_system_warns_or_refuses() -> None:
@@ -288,20 +287,9 @@ def test_a_memory_file_system_warns_or_refuses() -> None:
         subprocess.run(["rm", "-rf", str(folder)], check=True, timeout=PROCESS_LIMIT)
 
 
-def test_too_little_space_is_found_before_anything_is_allocated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_found_before_anything_is_allocated(tmp_path: Path) -> None:
     """The message has the bytes needed and the bytes free, and no state file is left."""
-    real = os.statvfs
-
-    def nearly_full(path: Any) -> Any:
-        values = list(real(path))
-        values[0] = values[1] = 4096  # f_bsize, f_frsize
-        values[3] = values[4] = 75  # f_bfree, f_bavail
-        return os.statvfs_result(values)
-
-    monkeypatch.setattr(os, "statvfs", nearly_full)
-    with pytest.raises(StorageFullError) as caught:
+    with pytest.raises(StorageFullError) as caught, free_bytes(75 * 4096):
         fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
     assert_helpful(caught.value, str(tmp_path / "s"), "0.29 MiB are free")
     needed = re.search(r"needs ([\d.]+) MiB", str(caught.value))
@@ -313,28 +301,20 @@ def test_too_little_space_is_found_before_anything_is_allocated(
 
 
 def test_two_jobs_on_one_folder_are_kept_apart(tmp_path: Path) -> None:
-    """A job whose store another process has is refused with its pid; under another name it runs beside the other."""
-    holder = subprocess.Popen(
-        [sys.executable, "-m", "tests.training.holder", str(tmp_path / "s"), "default"],
-        cwd=REPOSITORY,
-        env=fresh_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert holder.stdout is not None
-        while "HOLDING" not in (line := holder.stdout.readline()):
-            assert line, "the holder died"
-        with pytest.raises(StorageLockedError) as caught:
-            fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
-        assert_helpful(caught.value, str(holder.pid))
-        other = SmartInfinityStrategy(tmp_path / "s", transfer=TransferConfig(job="other"))
-        assert fit(LitTiny(Recipe()), other, tmp_path).global_step == 1
-        other.close()
-    finally:
-        holder.communicate("\n", timeout=LIMIT)
-    assert not list((tmp_path / "s").rglob("*.bin"))
+    """A job that is held is refused with the holder's pid, under another name one runs beside it; a kept one stays."""
+    held = RankFolder(tmp_path / "s/default/rank-00000", create=True)
+    with pytest.raises(StorageLockedError) as caught:
+        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
+    assert_helpful(caught.value, str(os.getpid()))
+    other = partial(SmartInfinityStrategy, tmp_path / "s", transfer=TransferConfig(job="other", keep=True))
+    kept = other()
+    assert fit(LitTiny(Recipe()), kept, tmp_path).global_step == 1
+    kept.close()
+    with pytest.raises(StorageError) as refused:
+        fit(LitTiny(Recipe()), other(), tmp_path)
+    assert_helpful(refused.value, "keep")
+    held.close(remove=True)
+    assert [path.parts[-3] for path in tmp_path.rglob("state.bin")] == ["other"]
 
 
 def test_two_fits_in_one_process_share_a_folder(tmp_path: Path) -> None:
@@ -348,14 +328,3 @@ def test_two_fits_in_one_process_share_a_folder(tmp_path: Path) -> None:
     assert first.traffic().steps == 0, "the first store should be closed"
     second.close()
     assert not list((tmp_path / "s").rglob("*.bin"))
-
-
-def test_keep_leaves_the_state_and_protects_it(tmp_path: Path) -> None:
-    """keep=True leaves the files after close, and a later job refuses to overwrite them."""
-    keep = SmartInfinityStrategy(tmp_path / "s", transfer=TransferConfig(keep=True))
-    fit(LitTiny(Recipe()), keep, tmp_path)
-    keep.close()
-    assert list((tmp_path / "s").rglob("state.bin"))
-    with pytest.raises(StorageError) as caught:
-        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
-    assert_helpful(caught.value, "keep")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -12,8 +11,8 @@ import pytest
 
 from lightning_smartinfinity.storage.folders.lock import FolderLock
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
-from tests.helpers.processes import run_module
-from tests.training.bad_input_worker import CASES
+from tests.training.rank_worker import CASES
+from tests.training.worker import each_rank
 
 EXPECTED = {
     "file-in-the-way": ("StorageError", "rank-00001"),
@@ -25,13 +24,17 @@ EXPECTED = {
 }
 
 
+# The files of each case before, what each rank found, and the files after.
+Attempted = tuple[dict[str, set[str]], list[dict[str, Any]], dict[str, set[str]]]
+
+
 def _tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 @pytest.fixture(scope="module")
-def attempted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Try every case in one pair of processes; ``before.json`` lists the files that were on storage before."""
+def attempted(tmp_path_factory: pytest.TempPathFactory) -> Attempted:
+    """Try every case in one pair of processes."""
     root = tmp_path_factory.mktemp("two")
     for case in CASES:
         (root / case / "storage").mkdir(parents=True)
@@ -41,44 +44,25 @@ def attempted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     locked = root / "locked" / "storage" / "default" / "rank-00001"
     locked.mkdir(parents=True)
     lock = FolderLock(OpenFolder(locked))
-    before = {case: sorted(_tree(root / case / "storage")) for case in CASES}
-    (root / "before.json").write_text(json.dumps(before))
-    done = run_module("tests.training.bad_input_worker", root, ranks=2)
+    before = {case: _tree(root / case / "storage") for case in CASES}
+    found = each_rank("bad_input", root)
     lock.release(remove=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return root
-
-
-def _outcomes(root: Path, case: str) -> list[dict[str, Any]]:
-    return [json.loads((root / f"{case}-{rank}.json").read_text()) for rank in range(2)]
-
-
-@pytest.mark.parametrize("case", EXPECTED)
-def test_every_rank_raises_our_own_error(case: str, attempted: Path) -> None:
-    """Both ranks raise the same class, which names the value at fault and ends in a remedy."""
-    error, named = EXPECTED[case]
-    for outcome in _outcomes(attempted, case):
-        assert outcome["error"] == error, outcome
-        assert named in outcome["message"]
-        assert outcome["remedy"].endswith(".")
+    return before, found, {case: _tree(root / case / "storage") for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_is_left_on_storage(case: str, attempted: Path) -> None:
-    """Storage holds the same files as before, the user's own files included."""
-    before = json.loads((attempted / "before.json").read_text())[case]
-    assert sorted(_tree(attempted / case / "storage")) == before
-
-
-def test_space_is_summed_over_ranks(attempted: Path) -> None:
-    """The check adds up the state of both ranks: each alone would fit."""
-    for outcome in _outcomes(attempted, "no-space-for-both"):
-        needed, free = map(float, re.findall(r"([\d.]+) MiB", outcome["message"]))
-        assert needed / 2 < free < needed
-
-
-def test_the_same_processes_train_afterwards(attempted: Path) -> None:
-    """After six refused fits the two processes still work together, and the seventh fit trains."""
-    for outcome in _outcomes(attempted, "nothing-wrong"):
-        assert outcome["error"] is None
-        assert len(outcome["losses"]) == 1
+def test_every_rank_raises_our_own_error(case: str, attempted: Attempted) -> None:
+    """Both ranks raise the same class, with value and remedy, and leave storage as before; then they train together."""
+    before, found, after = attempted
+    for outcome in (rank[case] for rank in found):
+        if case == "nothing-wrong":
+            assert outcome["error"] is None and len(outcome["losses"]) == 1
+            continue
+        error, named = EXPECTED[case]
+        assert outcome["error"] == error, outcome
+        assert named in outcome["message"]
+        assert outcome["remedy"].endswith(".")
+        if case == "no-space-for-both":  # each rank's state alone would fit
+            needed, free = map(float, re.findall(r"([\d.]+) MiB", outcome["message"]))
+            assert needed / 2 < free < needed
+    assert after[case] == before[case]

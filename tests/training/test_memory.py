@@ -76,28 +76,21 @@ def test_ring_does_not_depend_on_the_model(figures: list[dict[str, Any]]) -> Non
 
 def test_training_with_a_state_many_times_the_ring_stays_in_fixed_memory(figures: list[dict[str, Any]]) -> None:
     """The growth beyond the parameters is the ring and a constant, too little for even a part of the state."""
-    for of_depth in figures:
+    for of_depth, built_before in zip(figures, (2, 0), strict=True):
         numel, growth = of_depth["state_numel"], of_depth["peak"] - of_depth["before"]
         state_bytes = 12 * numel
         assert of_depth["traffic_steps"] == STEPS
         assert state_bytes > 50 * RING_BYTES
-        # The 16-bit model itself was there before training.
-        assert growth < (BYTES_PER_PARAMETER - 2) * numel + RING_BYTES + CONSTANT_BYTES
+        # The 16-bit model itself was there before training, or was built in configure_model.
+        assert growth < (BYTES_PER_PARAMETER - built_before) * numel + RING_BYTES + CONSTANT_BYTES
         assert growth < state_bytes, "the state fits into what was allocated: nothing would be shown"
 
 
-@pytest.mark.parametrize("what", ["saving", "loading"])
-def test_checkpoints_pass_through_a_window(what: str, figures: list[dict[str, Any]]) -> None:
-    """Saving and loading each take twice the ring and a constant, less than a sixth of the state."""
-    small = figures[0]
-    allowed = 2 * RING_BYTES + 64 * MIB
-    assert 12 * small["state_numel"] > 6 * allowed
-    assert small[what] < allowed
-
-
-def test_a_checkpoint_is_evaluated_through_a_window(figures: list[dict[str, Any]]) -> None:
-    """Loading takes a window and a constant, less than half of the masters."""
-    small = figures[0]
-    allowed = WINDOW_BYTES + 64 * MIB
-    assert 4 * small["state_numel"] > 2 * allowed
-    assert small["evaluating"] < allowed
+@pytest.mark.parametrize(
+    ("what", "held", "allowed"),
+    [("saving", 12, 2 * RING_BYTES), ("loading", 12, 2 * RING_BYTES), ("evaluating", 4, WINDOW_BYTES)],
+)
+def test_checkpoints_pass_through_a_window(what: str, held: int, allowed: int, figures: list[dict[str, Any]]) -> None:
+    """Each takes a window and a constant, less than half of the state or masters that pass through it."""
+    assert held * figures[0]["state_numel"] > 2 * (allowed + 64 * MIB)
+    assert figures[0][what] < allowed + 64 * MIB

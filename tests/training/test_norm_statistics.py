@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +42,21 @@ class Frozen(nn.Module):
         return x * scale + (self.bias - self.running_mean * scale)  # type: ignore[operator]
 
 
-class Recomputed(nn.Module):
-    """A batch norm whose forward runs again in backward."""
+class Through(nn.Module):
+    """Calls a norm in a way of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH, momentum=0.01)
+        self.norm, self.call = norm, call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.norm, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-class Channels(nn.Module):
-    """An instance norm with statistics, over samples as long sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.InstanceNorm1d(WIDTH, momentum=0.01, affine=True, track_running_stats=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x.t()[None]).squeeze(0).t()  # type: ignore[no-any-return]
+        return self.call(self.norm, x)
 
 
 class Norms(pl.LightningModule):
     """Trains a layer after each kind of norm. Means start at 16, and go to 20 in steps too small for bf16."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         norms: dict[str, nn.Module] = {
@@ -76,9 +66,17 @@ class Norms(pl.LightningModule):
             "synchronized": nn.SyncBatchNorm(WIDTH, momentum=0.01).eval(),
             "own forward": OwnForward(WIDTH, momentum=0.01),
             "frozen": Frozen(),
-            "recomputed": Recomputed(),
-            "instance": Channels(),
+            # Forward runs again in backward.
+            "recomputed": Through(
+                nn.BatchNorm1d(WIDTH, momentum=0.01), lambda norm, x: checkpoint(norm, x, use_reentrant=False)
+            ),
+            # Samples are one long sequence.
+            "instance": Through(
+                nn.InstanceNorm1d(WIDTH, momentum=0.01, affine=True, track_running_stats=True),
+                lambda norm, x: norm(x.t()[None]).squeeze(0).t(),
+            ),
         }
+        norms = {name: norm for name, norm in norms.items() if not names or name in names}
         self.norms = nn.ModuleDict(norms)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in norms)
         for name, buffer in self.named_buffers():
@@ -135,17 +133,12 @@ def test_statistics_are_those_of_lightning(
 
 def test_statistics_of_an_old_checkpoint_load(tmp_path: Path) -> None:
     """Statistics that were saved in bf16 become fp32, with their values."""
-    old = Norms()
-    old.norms = nn.ModuleDict({"without weights": old.norms["without weights"].bfloat16()})
-    old.layers = old.layers[:1]
+    old, new = Norms("without weights"), Norms("without weights")
+    old.norms.bfloat16()
     trainer = fit(old, tmp_path, max_steps=1)
     trainer.save_checkpoint(tmp_path / "old.ckpt")
     trainer.strategy.close()  # type: ignore[attr-defined]
-    new = Norms()
-    new.norms = nn.ModuleDict({"without weights": new.norms["without weights"]})
-    new.layers = new.layers[:1]
-    resumed = quiet_trainer(tmp_path, max_steps=1)
-    resumed.fit(new, ckpt_path=tmp_path / "old.ckpt")
+    quiet_trainer(tmp_path, max_steps=1).fit(new, ckpt_path=tmp_path / "old.ckpt")
     saved, loaded = buffers_of(old), buffers_of(new)
     assert saved["norms.without weights.running_mean"].dtype is torch.bfloat16
     assert loaded["norms.without weights.running_mean"].dtype is torch.float32

@@ -18,6 +18,7 @@ from tests.helpers import reference
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
+from tests.training.actions import does
 from tests.training.test_bad_input import assert_helpful
 from tests.training.test_overlap import SMALL_RING, assert_same, result
 from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
@@ -51,17 +52,8 @@ EVERYWHERE = [
     ("RMSprop", "bf16-mixed"),
     ("RMSprop without momentum", "32-true"),
 ]
-# Each rule always runs with one kind of overlap and with one resume; the other pairs, and rules without momentum, take
-# long.
-OVERLAPPED = long_but(
-    [
-        ("Adagrad", "32-true", "forward"),
-        ("SGD", "bf16-mixed", "backward"),
-        ("RMSprop", "bf16-mixed", "forward"),
-    ],
-    [(*case, overlap) for case in EVERYWHERE for overlap in ("forward", "backward")],
-)
-RESUMED = [pytest.param(*case, marks=[pytest.mark.long] * (index % 2 == 0)) for index, case in enumerate(EVERYWHERE)]
+
+ALL_OF_RMSPROP = {"step", "square_avg", "momentum_buffer", "grad_avg"}
 
 Result = tuple[Any, dict[str, torch.Tensor]]
 
@@ -116,24 +108,28 @@ def test_trains_like_torch(name: str, precision: str, straight: Any) -> None:
     assert extra["state_entries"] == 0
 
 
-@pytest.mark.parametrize(("name", "precision", "overlap"), OVERLAPPED)
-def test_overlap_changes_no_bit(name: str, precision: str, overlap: str, straight: Any, tmp_path: Path) -> None:
-    """Overlap changes no bit, whether speculative updates are kept or rolled back."""
-    run = run_of(tmp_path, name, precision, options={"overlap": overlap}, delays=0)
-    assert_same(result(run), straight(name, precision)[0])
-
-
-@pytest.mark.parametrize(("name", "precision"), RESUMED)
-def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_path: Path) -> None:
-    """A run resumed with another ring continues with the same losses, masters, counts and learning rates."""
+@pytest.mark.parametrize(
+    ("name", "precision", "overlap"),
+    [
+        ("Adagrad", "32-true", "forward"),
+        ("SGD", "bf16-mixed", "backward"),
+        ("RMSprop", "bf16-mixed", "forward"),
+        pytest.param("SGD without momentum", "32-true", "backward", marks=pytest.mark.long),
+        pytest.param("RMSprop without momentum", "32-true", "backward", marks=pytest.mark.long),
+    ],
+)
+def test_overlap_and_resume_change_no_bit(
+    name: str, precision: str, overlap: str, straight: Any, tmp_path: Path
+) -> None:
+    """Speculative updates are kept or rolled back; a resumed run with another ring has the same counts and rates."""
     (expected, expected_masters), checkpoint = straight(name, precision)
-    run = dataclasses.replace(run_of(tmp_path, name, precision, resume=str(checkpoint)), transfer={})
-    (losses, _, extra), masters = result(run)
+    run = run_of(tmp_path / "whole", name, precision, options={"overlap": overlap}, delays=0)
+    assert_same(result(run), (expected, expected_masters))
+    again = dataclasses.replace(run, out=str(tmp_path / "again"), resume=str(checkpoint), transfer={})
+    (losses, _, extra), masters = result(again)
     assert losses == expected[0][2:]
-    for key in ("steps", "lr"):
-        assert extra[key] == expected[2][key], key
-    for parameter, master in expected_masters.items():
-        assert torch.equal(masters[parameter], master), parameter
+    assert [extra[key] for key in ("steps", "lr")] == [expected[2][key] for key in ("steps", "lr")]
+    assert all(torch.equal(masters[parameter], master) for parameter, master in expected_masters.items())
 
 
 def saved_state(checkpoint: Path) -> dict[int, dict[str, torch.Tensor]]:
@@ -142,39 +138,13 @@ def saved_state(checkpoint: Path) -> dict[int, dict[str, torch.Tensor]]:
     return content["optimizer_state_dict"]["state"]  # type: ignore[no-any-return]
 
 
-class Save(pl.Callback):
-    """A callback that saves before the first step and after the last."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.masters: dict[str, torch.Tensor] = {}
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.root / "first.ckpt")
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.root / "last.ckpt")
-        optimizer: Any = trainer.strategy.optimizers[0]
-        self.masters = {name: optimizer.get_full_hp_param(p).clone() for name, p in pl_module.model.named_parameters()}
-
-
 @pytest.mark.parametrize(
     ("name", "first", "last"),
     [
         ("Adagrad", {"step", "sum"}, {"step", "sum"}),
         ("SGD", set(), {"momentum_buffer"}),
         pytest.param("SGD without momentum", set(), set(), marks=pytest.mark.long),
-        (
-            "RMSprop",
-            {"step", "square_avg", "momentum_buffer", "grad_avg"},
-            {"step", "square_avg", "momentum_buffer", "grad_avg"},
-        ),
-        pytest.param(
-            "RMSprop without momentum",
-            {"step", "square_avg", "grad_avg"},
-            {"step", "square_avg", "grad_avg"},
-            marks=pytest.mark.long,
-        ),
+        ("RMSprop", ALL_OF_RMSPROP, ALL_OF_RMSPROP),
         pytest.param("plain RMSprop", {"step", "square_avg"}, {"step", "square_avg"}, marks=pytest.mark.long),
     ],
 )
@@ -183,96 +153,69 @@ def test_checkpoints_hold_what_torch_keeps(name: str, first: set[str], last: set
 
     DeepSpeed's tool finds the weights in it.
     """
-    module, save = LitTiny(RECIPES[name]), Save(tmp_path)
-    fit(module, tmp_path, precision="32-true", callbacks=[save])
-    weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "last.ckpt"))
-    assert all(torch.equal(weights[f"model.{name}"], master) for name, master in save.masters.items())
-    for file, names in (("first", first), ("last", last)):
-        found = saved_state(tmp_path / f"{file}.ckpt")
-        assert {key for of_group in found.values() for key in of_group} == names, file
+    masters: dict[str, torch.Tensor] = {}
+
+    def save(trainer: pl.Trainer, module: Any) -> None:
+        trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+        optimizer: Any = trainer.strategy.optimizers[0]
+        masters.update((name, optimizer.get_full_hp_param(p).clone()) for name, p in module.model.named_parameters())
+
+    module, again = LitTiny(RECIPES[name]), LitTiny(RECIPES[name])
+    fit(module, tmp_path, precision="32-true", callbacks=[does(on_train_start=save, on_train_end=save)])
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "3.ckpt"))
+    assert all(torch.equal(weights[f"model.{name}"], master) for name, master in masters.items())
+    for step, names in ((0, first), (3, last)):
+        found = saved_state(tmp_path / f"{step}.ckpt")
+        assert {key for of_group in found.values() for key in of_group} == names, step
     if name == "Adagrad":
-        assert all((state["sum"] == 0.01).all() for state in saved_state(tmp_path / "first.ckpt").values())
-    again = LitTiny(RECIPES[name])
-    fit_from(again, tmp_path / "again", tmp_path / "first.ckpt")
+        assert all((state["sum"] == 0.01).all() for state in saved_state(tmp_path / "0.ckpt").values())
+    quiet_trainer(tmp_path / "again", precision="32-true").fit(again, ckpt_path=tmp_path / "0.ckpt")
     assert again.losses == module.losses
 
 
-def fit_from(module: LitTiny, root: Path, checkpoint: Path) -> None:
-    quiet_trainer(root, precision="32-true").fit(module, ckpt_path=checkpoint)
+@pytest.mark.parametrize("name", ["Adagrad", "SGD without momentum", "RMSprop without momentum"])
+def test_arrays_can_be_read_and_replaced(name: str, tmp_path: Path) -> None:
+    """DeepSpeed's functions take torch's names; a momentum buffer that does not exist is an error, as in torch."""
+    key = "sum" if name == "Adagrad" else "momentum_buffer"
 
-
-class Doubled(pl.Callback):
-    """A callback that doubles one array of a parameter after the first step and reads it back."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+    def double(trainer: pl.Trainer, module: Any) -> None:
         if trainer.global_step == 1:
-            weight = pl_module.model.head.weight
-            before = safe_get_full_optimizer_state(weight, self.key)
-            safe_set_full_optimizer_state(weight, before * 2, self.key)
+            weight = module.model.head.weight
+            before = safe_get_full_optimizer_state(weight, key)
+            safe_set_full_optimizer_state(weight, before * 2, key)
             assert before.any()
-            assert torch.equal(safe_get_full_optimizer_state(weight, self.key), before * 2)
+            assert torch.equal(safe_get_full_optimizer_state(weight, key), before * 2)
 
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    long_but(
-        [("Adagrad", "sum"), ("RMSprop", "grad_avg")],
-        [("Adagrad", "sum"), ("SGD", "momentum_buffer"), ("RMSprop", "grad_avg"), ("RMSprop", "square_avg")],
-    ),
-)
-def test_arrays_can_be_read_and_replaced(name: str, key: str, tmp_path: Path) -> None:
-    """DeepSpeed's functions take torch's names, and the next step uses the written values."""
-    losses = []
-    for callbacks in ([], [Doubled(key)]):
-        module = LitTiny(RECIPES[name])
-        fit(module, tmp_path, precision="32-true", callbacks=callbacks)
-        losses.append(module.losses)
-    assert losses[0][:2] == losses[1][:2] and losses[0][2:] != losses[1][2:]
-
-
-@pytest.mark.parametrize(("optimizer", "recipe"), [("SGD", SGD), ("RMSprop", RECIPES["RMSprop without momentum"])])
-def test_there_is_no_buffer_without_momentum(optimizer: str, recipe: Recipe, tmp_path: Path) -> None:
-    """Reading or writing a momentum buffer that does not exist raises an error, as in torch."""
-
-    class Ask(Doubled):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
-            with pytest.raises(ConfigError, match=f"{optimizer} has no 'momentum_buffer' of this parameter") as caught:
-                super().on_train_batch_end(trainer, pl_module, *args)
-            assert_helpful(caught.value, "momentum")
-            asked.append(trainer.global_step)
-            trainer.should_stop = True
-
-    asked: list[int] = []
-    fit(LitTiny(recipe), tmp_path, precision="32-true", callbacks=[Ask("momentum_buffer")])
-    assert asked == [1]
-
-
-class SwitchOff(pl.Callback):
-    """A callback that switches a setting off for the third and fourth step, and saves after the third."""
-
-    def __init__(self, name: str, checkpoint: Path) -> None:
-        self.name, self.checkpoint = name, checkpoint
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        for group in trainer.optimizers[0].param_groups:
-            group[self.name] = 0 if trainer.global_step in (2, 3) else RMSPROP.optimizer_kwargs[self.name]
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 3 and not self.checkpoint.exists():
-            trainer.save_checkpoint(self.checkpoint)
+    module, callback = LitTiny(RECIPES[name]), does(on_train_batch_end=double)
+    if key == "momentum_buffer":
+        with pytest.raises(ConfigError, match=f"{name.split()[0]} has no 'momentum_buffer'") as caught:
+            fit(module, tmp_path, precision="32-true", callbacks=[callback])
+        assert_helpful(caught.value, "momentum")
+    else:
+        fit(module, tmp_path, precision="32-true", callbacks=[callback])
+        plain = LitTiny(RECIPES[name])
+        fit(plain, tmp_path / "plain", precision="32-true")
+        assert module.losses[:2] == plain.losses[:2] and module.losses[2:] != plain.losses[2:]
 
 
 @pytest.mark.parametrize("name", long_but(["centered"], ["momentum", "centered"]))
 def test_an_array_that_is_switched_off_survives_a_checkpoint(name: str, tmp_path: Path) -> None:
     """RMSprop's array counts again when its setting returns, in a resumed run as in one that never stopped."""
+    checkpoint = tmp_path / "off.ckpt"
+
+    def switch(trainer: pl.Trainer, module: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group[name] = 0 if trainer.global_step in (2, 3) else RMSPROP.optimizer_kwargs[name]
+
+    def save(trainer: pl.Trainer, module: Any) -> None:
+        if trainer.global_step == 3 and not checkpoint.exists():
+            trainer.save_checkpoint(checkpoint)
+
     runs = []
-    for resumed in (False, True):
-        module, switch = LitTiny(RMSPROP), SwitchOff(name, tmp_path / "off.ckpt")
-        trainer = quiet_trainer(tmp_path / str(resumed), precision="32-true", max_steps=6, callbacks=[switch])
-        trainer.fit(module, ckpt_path=tmp_path / "off.ckpt" if resumed else None)
+    for resumed in (None, checkpoint):
+        module, callback = LitTiny(RMSPROP), does(on_train_batch_start=switch, on_train_batch_end=save)
+        trainer = quiet_trainer(tmp_path / str(len(runs)), precision="32-true", max_steps=6, callbacks=[callback])
+        trainer.fit(module, ckpt_path=resumed)
         runs.append(module.losses)
     assert len(runs[0]) == 6 and runs[1] == runs[0][3:]
 

@@ -1,11 +1,9 @@
-"""Updates that run beside the next forward change no bit, whatever reads the state or fails meanwhile."""
+"""Updates beside the next forward or within backward: whatever reads the state or fails meanwhile, no bit changes."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,16 @@ import deepspeed
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-from lightning_smartinfinity import SmartInfinityStrategy, StorageError
+from lightning_smartinfinity import StorageError
 from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.parameters.gather_methods import Gather
 from tests.fabric import worker as fabric_worker
 from tests.helpers import native_testing as testing
-from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.trainers import quiet_trainer
-from tests.training.worker import Run, launch, train
+from tests.training import actions
+from tests.training.actions import does, fail_at
+from tests.training.worker import Run, prepared, train
 
 # A tasklet holds about two layers, and the ring holds only a few tasklets.
 SMALL_RING = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
@@ -51,16 +48,19 @@ CASES: dict[str, tuple[Recipe, dict[str, Any]]] = {
 }
 
 
-def run_of(root: Path, name: str, overlap: str, **settings: Any) -> Run:
-    recipe, options = CASES[name]
-    return Run(out=str(root), recipe=recipe, transfer=SMALL_RING, options={**options, "overlap": overlap}, **settings)
+def result(
+    run: Run, *callbacks: pl.Callback, look: Callable[[Any], object] | None = None
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Train and return losses, validation, recorded figures and masters.
 
-
-def result(run: Run) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Train and return losses, validation, recorded figures and masters."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module, trainer, recorder = train(run)
+    Args:
+        run: What to train.
+        *callbacks: Callbacks of the Trainer.
+        look: Is called with the strategy before it is closed.
+    """
+    module, trainer, recorder = train(run, *callbacks)
+    if look is not None:
+        look(trainer.strategy)
     trainer.strategy.close()  # type: ignore[attr-defined]
     return (module.losses, module.validated, recorder.extra), recorder.masters
 
@@ -72,200 +72,69 @@ def assert_same(ours: tuple[Any, dict[str, torch.Tensor]], theirs: tuple[Any, di
         assert torch.equal(ours[1][name], master), name
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """Return a function that trains a case once without overlap."""
-    known: dict[str, Any] = {}
-
-    def trained(name: str) -> Any:
-        if name not in known:
-            known[name] = result(run_of(tmp_path_factory.mktemp("straight"), name, "none"))
-        return known[name]
-
-    return trained
+def run_of(root: Path, recipe: Recipe, overlap: str, **options: Any) -> Run:
+    return Run(out=str(root), recipe=recipe, options={**options, "overlap": overlap})
 
 
-@pytest.mark.parametrize(
-    ("seed", "name"),
-    long_but([(0, "32-true"), (0, "bf16-mixed"), (0, "nvme")], itertools.product(range(2), CASES)),
-)
-def test_same_bits(name: str, seed: int, straight: Callable[[str], Any], tmp_path: Path) -> None:
-    """Losses, masters, skipped steps, loss scale and step counts stay the same, however late transfers end."""
-    assert_same(result(run_of(tmp_path, name, "forward", delays=seed)), straight(name))
+ACCESSES: list[actions.Action] = [
+    actions.read_state,
+    actions.write_state,
+    actions.write_gathered,
+    actions.refresh_masters,
+    actions.save,
+    actions.drain,
+]
 
 
-@pytest.mark.long
-def test_without_the_waits_it_would_differ(
-    straight: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The delays are long enough: without the waits the next forward would read old parameters.
+def test_what_reads_or_writes_from_outside_finishes_the_update(tmp_path: Path) -> None:
+    """After each access nothing is in flight, and training continues with the same losses."""
+    seen: list[tuple[str, bool, bool]] = []
 
-    This shows what ``test_same_bits`` is worth, which always runs.
-    """
-    monkeypatch.setattr(UpdateInFlight, "_wait_for", lambda self, wanted: None)
-    (losses, *_), _ = result(run_of(tmp_path, "32-true", "forward", delays=0, delay_us=100_000))
-    assert losses != straight("32-true")[0][0]
-
-
-def test_a_checkpoint_in_the_middle(straight: Callable[[str], Any], tmp_path: Path) -> None:
-    """The checkpoint holds the step that was in flight, and a run resumed from it gives the same bits."""
-    result(run_of(tmp_path / "first", "32-true", "forward", delays=0, save_at=(2,)))
-    resume = str(tmp_path / "first" / "step-2.ckpt")
-    (losses, _, extra), masters = result(run_of(tmp_path / "second", "32-true", "forward", delays=1, resume=resume))
-    (expected_losses, _, expected_extra), expected = straight("32-true")
-    assert losses == expected_losses[2:]
-    assert extra["steps"] == expected_extra["steps"]
-    assert all(torch.equal(masters[name], expected[name]) for name in expected)
-
-
-def test_two_processes(tmp_path: Path) -> None:
-    """Two ranks whose updates take different times give the same bits."""
-    recipe = dataclasses.replace(CASES["bf16-mixed"][0], validate=False)
-    none, forward = (
-        Run(
-            out=str(tmp_path / overlap),
-            recipe=recipe,
-            devices=2,
-            delays=delays,
-            transfer=SMALL_RING,
-            options={"overlap": overlap},
-        )
-        for overlap, delays in (("none", None), ("forward", 1))
-    )
-    expected, outcome = launch(none, forward)
-    assert_same(
-        (repr((outcome.losses, outcome.extra)), outcome.masters),
-        (repr((expected.losses, expected.extra)), expected.masters),
-    )
-
-
-def test_a_loop_in_fabric(tmp_path: Path) -> None:
-    """Scheduler, clipping, accumulation, and a save and load in the middle change no bit."""
-    recipe = dataclasses.replace(BF16, groups=True, scheduler="step", clip=0.3, accumulate=2, skip_side_at=(1,))
-    runs = {
-        overlap: fabric_worker.Run(
-            out=str(tmp_path / overlap), recipe=recipe, save_at=(2,), transfer=SMALL_RING, options={"overlap": overlap}
-        )
-        for overlap in ("none", "forward")
-    }
-    outcomes = {overlap: fabric_worker.train(run) for overlap, run in runs.items()}
-    assert outcomes["forward"] == dataclasses.replace(outcomes["none"], masters=outcomes["forward"].masters)
-    resumed = fabric_worker.train(
-        dataclasses.replace(runs["forward"], resume=str(tmp_path / "forward" / "step-2.ckpt"), save_at=())
-    )
-    assert resumed.losses == outcomes["none"].losses[-len(resumed.losses) :]
-    for name, master in outcomes["none"].masters.items():
-        assert torch.equal(outcomes["forward"].masters[name], master), name
-        assert torch.equal(resumed.masters[name], master), name
-
-
-# ---- accesses that finish the update
-
-
-def read_state(trainer: pl.Trainer, module: LitTiny) -> None:
-    safe_get_full_fp32_param(module.model.norm.weight)
-
-
-def write_state(trainer: pl.Trainer, module: LitTiny) -> None:
-    value = safe_get_full_fp32_param(module.model.norm.weight)
-    safe_set_full_fp32_param(module.model.norm.weight, value)
-
-
-def write_parameter(trainer: pl.Trainer, module: LitTiny) -> None:
-    with deepspeed.zero.GatheredParameters([module.model.norm.weight], modifier_rank=0), torch.no_grad():
-        module.model.norm.weight.add_(0)
-
-
-def refresh_masters(trainer: pl.Trainer, module: LitTiny) -> None:
-    trainer.strategy.optimizers[0].refresh_fp32_params()
-
-
-def save(trainer: pl.Trainer, module: LitTiny) -> None:
-    trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
-
-
-def drain(trainer: pl.Trainer, module: LitTiny) -> None:
-    trainer.strategy.drain()  # type: ignore[attr-defined]
-
-
-ACCESSES = [read_state, write_state, write_parameter, refresh_masters, save, drain]
-
-
-class Access(pl.Callback):
-    """A callback that accesses state after every step and records whether the update was in flight before and after."""
-
-    def __init__(self, access: Callable[[pl.Trainer, Any], None]) -> None:
-        self.access = access
-        self.seen: list[tuple[bool, bool]] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        handler = trainer.strategy.optimizers[0].rank_state.handler
+    def access(trainer: pl.Trainer, module: Any) -> None:
+        handler, action = trainer.strategy.optimizers[0].rank_state.handler, ACCESSES[trainer.global_step - 1]
         before = handler.in_flight
-        self.access(trainer, pl_module)
-        self.seen.append((before, handler.in_flight))
+        read = action(trainer, module)
+        seen.append((action.__name__, before, handler.in_flight))
+        module.losses.append(read)  # type: ignore[arg-type]
+
+    recipe = dataclasses.replace(BF16, precision="32-true", max_steps=len(ACCESSES))
+    ours, theirs = (
+        result(run_of(tmp_path / overlap, recipe, overlap), does(on_train_batch_end=access))
+        for overlap in ("forward", "none")
+    )
+    assert_same(ours, theirs)
+    assert seen == [(action.__name__, busy, False) for busy in (True, False) for action in ACCESSES]
 
 
-@pytest.mark.parametrize("access", ACCESSES, ids=lambda access: access.__name__)
-def test_what_reads_or_writes_from_outside_finishes_the_update(
-    access: Callable[[pl.Trainer, Any], None], straight: Callable[[str], Any], tmp_path: Path
-) -> None:
-    """After the access nothing is in flight, and training continues with the same losses."""
-    recipe = dataclasses.replace(CASES["cpu"][0], max_steps=3)
-    module, callback = LitTiny(recipe), Access(access)
-    strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="forward")
-    quiet_trainer(tmp_path, strategy, callbacks=[callback], precision=recipe.precision).fit(module)
-    assert callback.seen == [(True, False)] * 3
-    assert module.losses == straight("cpu")[0][0][:3]
-
-
-# ---- failures
-
-
-class FailAt(pl.Callback):
-    """A callback that makes transfers of one step's update fail."""
-
-    def __init__(self, step: int, **faults: int) -> None:
-        self.step, self.faults = step, faults
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.step:
-            handler = trainer.strategy.optimizers[0].rank_state.handler
-            handler.finish()
-            testing.inject(handler._device._pipeline, max_delay_us=1000, **self.faults)
+def assert_holds(trainer: pl.Trainer, module: LitTiny, masters: dict[str, torch.Tensor]) -> None:
+    """Assert that the masters have these values, and the parameters the rounded ones."""
+    for name, param in module.model.named_parameters():
+        assert torch.equal(trainer.strategy.optimizers[0].get_full_hp_param(param), masters[name]), name
+        with deepspeed.zero.GatheredParameters([param]):
+            assert torch.equal(param, masters[name].to(param.dtype)), name
 
 
 @pytest.mark.parametrize(
-    ("faults", "zero"),
+    ("overlap", "faults", "zero"),
     [
-        pytest.param({"fail_read_at": 0}, None, id="read-in memory"),
-        pytest.param({"fail_write_at": 0}, NVME, id="write-nvme"),
-        pytest.param({"fail_read_at": 0}, NVME, id="read-nvme", marks=pytest.mark.long),
-        pytest.param({"fail_write_at": 0}, None, id="write-in memory", marks=pytest.mark.long),
+        ("forward", {"fail_read_at": 0}, {}),
+        ("forward", {"fail_write_at": 0}, NVME),
+        ("backward", {"fail_write_at": 0}, {"reduce_bucket_size": 4000}),
     ],
 )
 def test_a_failure_in_the_background_rolls_the_step_back(
-    faults: dict[str, int], zero: dict[str, Any] | None, tmp_path: Path
+    overlap: str, faults: dict[str, int], zero: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The error is raised while the next step is computed. The state before the failed step can be saved."""
-    recipe = dataclasses.replace(BF16, precision="32-true")
-    root = tmp_path / "failing"
-    strategy = SmartInfinityStrategy(root / "storage", overlap="forward", zero=zero)
-    trainer = quiet_trainer(root, strategy, callbacks=[FailAt(2, **faults)], max_steps=4, precision="32-true")
-    module = LitTiny(recipe)
+    """The error is raised by the next step at the latest. The state before the failed step can be saved."""
+    module, trainer, _ = prepared(run_of(tmp_path / "failing", BF16, overlap, zero=zero), fail_at(2, **faults))
     with pytest.raises(StorageError, match=r"state\.bin"):
         trainer.fit(module)
-    assert trainer.global_step == 3 and len(module.losses) in (3, 4)
-    optimizer = trainer.strategy.optimizers[0]
-    assert optimizer.update.drained_handler().generation == 2
-    two_steps = dataclasses.replace(recipe, max_steps=2)
-    options = {} if zero is None else {"zero": zero}
-    _, masters = result(Run(out=str(tmp_path / "straight"), recipe=two_steps, options=options))
-    trainer.save_checkpoint(root / "rescued.ckpt")
-    for name, param in module.model.named_parameters():
-        assert torch.equal(optimizer.get_full_hp_param(param), masters[name]), name
-        with deepspeed.zero.GatheredParameters([param]):
-            assert torch.equal(param, masters[name]), name
-    strategy.close()
+    assert trainer.global_step in (2, 3) and len(module.losses) in (3, 4)
+    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 2
+    actions.save(trainer, module)
+    two_steps = dataclasses.replace(BF16, max_steps=2)
+    assert_holds(trainer, module, result(run_of(tmp_path / "straight", two_steps, "none"))[1])
+    trainer.strategy.close()  # type: ignore[attr-defined]
 
 
 def test_an_interrupt_while_the_update_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,61 +148,35 @@ def test_an_interrupt_while_the_update_is_waited_for(tmp_path: Path, monkeypatch
         wait(self, wanted)
 
     monkeypatch.setattr(UpdateInFlight, "_wait_for", interrupted)
-    strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="forward")
-    trainer = quiet_trainer(tmp_path, strategy, max_steps=4)
-    module = LitTiny(BF16)
+    module, trainer, _ = prepared(run_of(tmp_path / "interrupted", BF16, "forward"))
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer.fit(module)
-    trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    assert strategy.optimizers[0].update.drained_handler().generation == trainer.global_step == 2
-    _, masters = result(Run(out=str(tmp_path / "straight"), recipe=dataclasses.replace(BF16, max_steps=2)))
-    for name, param in module.model.named_parameters():
-        assert torch.equal(strategy.optimizers[0].get_full_hp_param(param), masters[name]), name
-    strategy.close()
+    actions.save(trainer, module)
+    assert trainer.strategy.optimizers[0].update.drained_handler().generation == trainer.global_step == 2
+    two_steps = dataclasses.replace(BF16, max_steps=2)
+    assert_holds(trainer, module, result(run_of(tmp_path / "straight", two_steps, "none"))[1])
+    trainer.strategy.close()  # type: ignore[attr-defined]
 
 
 def test_closing_commits_the_step_in_flight(tmp_path: Path) -> None:
     """Closing after the last step of a Fabric loop leaves the parameters of that step in memory."""
-    fabric = fabric_worker.quiet_fabric(tmp_path / "storage", options={"overlap": "forward"}, precision="32-true")
     recipe = dataclasses.replace(BF16, precision="32-true", tied=False)
-    module = recipe.build_model()
-    model, optimizer = fabric.setup(module, recipe.build_optimizer(list(module.named_parameters())))
-    inner = optimizer.engine.optimizer
-    testing.inject(inner.update.drained_handler()._device._pipeline, max_delay_us=20_000)
-    fabric_worker._window(fabric, model, recipe, 0)
-    optimizer.step()
-    handler = inner.rank_state.handler
-    assert handler.in_flight
-    fabric.strategy.close()
-    assert handler.generation == 1 and not handler.in_flight
-    values = [param.detach().clone() for param in _gathered(module)]
-    assert all(torch.equal(a, b) for a, b in zip(values, _after_one_step(tmp_path, recipe), strict=True))
-
-
-def _gathered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for param in module.parameters():
-        with deepspeed.zero.GatheredParameters([param]):
-            yield param
-
-
-def _after_one_step(root: Path, recipe: Recipe) -> list[torch.Tensor]:
-    fabric = fabric_worker.quiet_fabric(root / "plain", options={"overlap": "none"}, precision="32-true")
-    module = recipe.build_model()
-    model, optimizer = fabric.setup(module, recipe.build_optimizer(list(module.named_parameters())))
-    fabric_worker._window(fabric, model, recipe, 0)
-    optimizer.step()
-    fabric.strategy.close()
-    return [param.detach().clone() for param in _gathered(module)]
-
-
-def test_auto_changes_nothing_but_time(tmp_path: Path) -> None:
-    """The bits stay the same with every overlap that "auto" tries and with the one that it chooses."""
-    recipe = dataclasses.replace(BF16, max_steps=10, clip=0.3, groups=True)
-    results = []
-    for overlap in ("none", "auto"):
-        options = {"overlap": overlap, "state_format": "bf16"}
-        results.append(result(Run(out=str(tmp_path / overlap), recipe=recipe, transfer=SMALL_RING, options=options)))
-    assert_same(*results)
+    values: list[list[torch.Tensor]] = []
+    for overlap in ("none", "forward"):
+        fabric = fabric_worker.quiet_fabric(tmp_path / overlap, options={"overlap": overlap}, precision="32-true")
+        module = recipe.build_model()
+        model, optimizer = fabric.setup(module, recipe.build_optimizer(list(module.named_parameters())))
+        inner = optimizer.engine.optimizer
+        testing.inject(inner.update.drained_handler()._device._pipeline, max_delay_us=20_000)
+        fabric_worker._window(fabric, model, recipe, 0)
+        optimizer.step()
+        handler = inner.rank_state.handler
+        assert handler.in_flight == (overlap == "forward")
+        fabric.strategy.close()
+        assert handler.generation == 1 and not handler.in_flight
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            values.append([param.detach().clone() for param in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
 
 
 def test_without_overlap_small_parameters_are_gathered_together(
@@ -344,11 +187,10 @@ def test_without_overlap_small_parameters_are_gathered_together(
     monkeypatch.setattr(Gather, "__call__", lambda self, *args, **kw: (calls.append(1), call(self, *args, **kw))[1])
     last = {}
     for overlap in ("none", "forward"):
-        # Prefetching would gather all of a model as small as this one.
-        strategy = SmartInfinityStrategy(tmp_path / overlap, overlap=overlap, zero={"stage3_prefetch_bucket_size": 0})
         marks: list[int] = []
-        mark = Access(lambda trainer, module, marks=marks: marks.append(len(calls)))  # type: ignore[misc]
-        quiet_trainer(tmp_path, strategy, callbacks=[mark], max_steps=4).fit(LitTiny(BF16))
+        mark = does(on_train_batch_end=lambda *_, marks=marks: marks.append(len(calls)))
+        # Prefetching would gather all of a model as small as this one.
+        run = run_of(tmp_path / overlap, BF16, overlap, zero={"stage3_prefetch_bucket_size": 0})
+        train(run, mark)[1].strategy.close()  # type: ignore[attr-defined]
         last[overlap] = marks[-1] - marks[-2]
-        strategy.close()
     assert last["none"] < last["forward"]

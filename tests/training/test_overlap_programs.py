@@ -14,7 +14,6 @@ import deepspeed
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, TransferConfig
 from lightning_smartinfinity.pipeline import handler as handler_module
@@ -25,6 +24,8 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.pipeline.wandering import Wandering
+from tests.training import actions
+from tests.training.actions import Action
 
 # Five programs from this one on cover every overlap, speculative updates kept and rolled back, both gradient paths, one
 # and two folders, both budgets, and some of every other kind. OVERLAP_PROGRAMS=200 makes a longer search.
@@ -39,68 +40,20 @@ BUDGETS = (164_000, 200_000, 260_000)
 FIRST_BINDING = 4
 NUM_BINDING = 2
 
-Action = Callable[[pl.Trainer, Any], None]
 HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
 
 
-# ---- actions that may happen at any hook
-
-
-def look(trainer: pl.Trainer, module: Any) -> None:
-    module.seen.append(float(safe_get_full_fp32_param(module.model.head.weight).double().sum()))
-
-
-def gather(trainer: pl.Trainer, module: Any) -> None:
-    with deepspeed.zero.GatheredParameters(list(module.parameters())):
-        module.seen.append([float(param.detach().double().sum()) for param in module.parameters()])
-
-
-def edit_gradient(trainer: pl.Trainer, module: Any) -> None:
-    gradient = safe_get_full_grad(module.model.norm.weight)
-    if gradient is not None:
-        safe_set_full_grad(module.model.norm.weight, gradient * 2)
-
-
-def write(trainer: pl.Trainer, module: Any) -> None:
-    value = safe_get_full_fp32_param(module.model.norm.weight)
-    safe_set_full_fp32_param(module.model.norm.weight, value + 0.25)
-
-
-def write_gathered(trainer: pl.Trainer, module: Any) -> None:
-    param = module.model.blocks[0].up.weight
-    with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
-        param.mul_(0.5)
-
-
-def set_hyperparameters(trainer: pl.Trainer, module: Any) -> None:
-    for group in trainer.strategy.optimizers[0].param_groups:
-        group["lr"] *= 0.7
-        group["betas"] = (group["betas"][0] * 0.9, group["betas"][1])
-
-
-def zero_grad(trainer: pl.Trainer, module: Any) -> None:
-    trainer.strategy.optimizers[0].zero_grad()
-
-
-def forward(trainer: pl.Trainer, module: Any) -> None:
-    with torch.no_grad():
-        module.seen.append(float(module.model(module.recipe.batch(0))))
-
-
-def save(trainer: pl.Trainer, module: Any) -> None:
-    trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
-
-
+# May happen at any hook.
 ACTIONS: tuple[Action, ...] = (
-    look,
-    gather,
-    edit_gradient,
-    write,
-    write_gathered,
-    set_hyperparameters,
-    zero_grad,
-    forward,
-    save,
+    actions.read_state,
+    actions.gather,
+    actions.halve_gradients,
+    actions.write_state,
+    actions.write_gathered,
+    actions.halve_rate,
+    actions.zero_grad,
+    actions.forward,
+    actions.save,
 )
 
 
@@ -128,7 +81,9 @@ def formats(precision: str) -> list[str]:
 def random_actions(choose: random.Random) -> dict[tuple[str, int], Action]:
     drawn = {(choose.choice(HOOKS), choose.randrange(4)): choose.choice(ACTIONS) for _ in range(choose.randrange(4))}
     # This hook is called between forward and backward, where torch refuses a weight that was changed in place.
-    return {at: action for at, action in drawn.items() if (at[0], action) != ("on_before_zero_grad", write_gathered)}
+    return {
+        at: action for at, action in drawn.items() if (at[0], action) != ("on_before_zero_grad", actions.write_gathered)
+    }
 
 
 def program(seed: int) -> Program:
@@ -211,19 +166,19 @@ class Interference(pl.Callback):
         action = self.actions.get((hook, self.calls[hook]))
         self.calls[hook] += 1
         if action is not None:
-            action(trainer, module)
+            module.seen.append(action(trainer, module))
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._called("on_after_backward", trainer, pl_module)
+    def on_after_backward(self, *args: Any) -> None:
+        self._called("on_after_backward", *args[:2])
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
-        self._called("on_before_optimizer_step", trainer, pl_module)
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self._called("on_before_optimizer_step", *args[:2])
 
-    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
-        self._called("on_before_zero_grad", trainer, pl_module)
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self._called("on_before_zero_grad", *args[:2])
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self._called("on_train_batch_end", trainer, pl_module)
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._called("on_train_batch_end", *args[:2])
 
 
 class Faulty(pl.Callback):

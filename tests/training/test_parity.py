@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ import torch
 from tests.helpers import reference
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe
-from tests.training.worker import Run, train
+from tests.training.test_overlap import SMALL_RING
+from tests.training.worker import Run, launch, train
 
 PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 STATIC_SCALE = {"loss_scale": 2.0**10}
@@ -31,7 +34,7 @@ SCENARIOS = {
     "frozen parameter": Recipe(frozen=True),
     "untied weights": Recipe(tied=False),
     "parameter unused for two steps": Recipe(skip_side_at=(1, 2)),
-    "parameter unused at first": Recipe(skip_side_at=(0,), groups=True),
+    "parameter unused at first": Recipe(skip_side_at=(0, 3), groups=True),
     "Adam with L2": Recipe(optimizer="Adam", weight_decay=0.02),
     "maximize": Recipe(optimizer_kwargs={"maximize": True}, lr=1e-4, max_steps=3),
     "other betas and eps": Recipe(optimizer_kwargs={"betas": (0.4, 0.99), "eps": 1e-3}),
@@ -40,17 +43,17 @@ SCENARIOS = {
 # more.
 USUAL = (
     "incomplete windows at the end of each epoch",
-    "accumulation with clipping and groups",
     "parameter unused at first",
     "Adam with L2",
     "maximize",
 )
 
 
-def compare(recipe: Recipe, out: Path, **options: float) -> None:
-    """Train with smart_infinity and with torch, and compare all losses and masters."""
+def compare(recipe: Recipe, out: Path, **options: float) -> dict[str, Any]:
+    """Train with smart_infinity and with torch, compare all losses, counts and masters, and return what was noted."""
     module, _, recorder = train(Run(out=str(out), recipe=recipe, options=options))
-    expected = reference.train(recipe)
+    extra = recorder.extra
+    expected = reference.train(recipe, skipped=extra["skipped"])
     kind = recipe.precision.split("-")[0]
     torch.testing.assert_close(
         torch.tensor(module.losses), torch.tensor(expected.losses), atol=LOSS_TOLERANCE[kind], rtol=0
@@ -58,14 +61,18 @@ def compare(recipe: Recipe, out: Path, **options: float) -> None:
     assert recorder.masters.keys() == expected.masters.keys()
     for name, master in expected.masters.items():
         torch.testing.assert_close(recorder.masters[name], master, atol=MASTER_TOLERANCE[kind], rtol=0, msg=name)
-    assert recorder.extra["state_entries"] == 0
-    assert recorder.extra["fp32_numel"] == 0
+    steps = recipe.max_steps - len(extra["skipped"])
+    # As in torch, a step that does not use a parameter leaves its count.
+    unused = [len(recipe.skip_side_at) * name.startswith("side") for name in recorder.masters]
+    assert sorted(extra["steps"]) == sorted(steps - each for each in unused)
+    assert (extra["generation"], extra["state_entries"], extra["fp32_numel"]) == (steps, 0, 0)
+    return extra
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_trains_like_torch(precision: str, tmp_path: Path) -> None:
     """Losses and masters equal plain torch with an fp32 master, and DeepSpeed holds no optimizer state."""
-    recipe = Recipe(precision=precision, groups=True, scheduler="step")
+    recipe = Recipe(precision=precision, accumulate=2, clip=0.3, groups=True, scheduler="step", max_steps=4)
     compare(recipe, tmp_path, **(STATIC_SCALE if precision.startswith("16") else {}))
 
 
@@ -76,52 +83,60 @@ def test_every_scenario_trains_like_torch_in_fp32(scenario: str, tmp_path: Path)
     compare(SCENARIOS[scenario], tmp_path)
 
 
-# tests/fabric/test_training.py has an unused parameter in bf16.
-@pytest.mark.parametrize(
-    "scenario",
-    long_but(
-        ["accumulation with clipping and groups"],
-        ["accumulation with clipping and groups", "parameter unused for two steps"],
-    ),
-)
-def test_scenarios_train_like_torch_in_bf16(scenario: str, tmp_path: Path) -> None:
-    """Scenarios with accumulation and unused parameters also equal torch in bf16."""
-    compare(dataclasses.replace(SCENARIOS[scenario], precision="bf16-mixed"), tmp_path)
-
-
 def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:
     """fp16 steps with non-finite gradients change only the loss scale, and training then equals torch."""
-    recipe = Recipe(precision="16-mixed", max_steps=8)
-    options = {"initial_scale_power": 20, "hysteresis": 1}
-    module, _, recorder = train(Run(out=str(tmp_path), recipe=recipe, options=options))
-    skipped = recorder.extra["skipped"]
-    assert 0 in skipped, "the scale was not high enough to overflow"
-    assert recorder.extra["loss_scale"] == 2.0 ** (20 - len(skipped))
-    assert recorder.extra["generation"] == max(recorder.extra["steps"]) == recipe.max_steps - len(skipped)
-    expected = reference.train(recipe, skipped=skipped)
-    torch.testing.assert_close(
-        torch.tensor(module.losses), torch.tensor(expected.losses), atol=LOSS_TOLERANCE["16"], rtol=0
-    )
+    extra = compare(Recipe(precision="16-mixed", max_steps=8), tmp_path, initial_scale_power=20, hysteresis=1)
+    assert 0 in extra["skipped"], "the scale was not high enough to overflow"
+    assert extra["loss_scale"] == 2.0 ** (20 - len(extra["skipped"]))
 
 
 def test_loss_scale_grows_after_a_quiet_window(tmp_path: Path) -> None:
     """A step that raises the loss scale still divides by the old one."""
     # Adam hardly depends on the scale of gradients, except with a large eps.
     recipe = Recipe(precision="16-mixed", max_steps=6, lr=0.1, optimizer_kwargs={"eps": 0.1})
-    options = {"initial_scale_power": 8, "loss_scale_window": 2}
-    module, _, recorder = train(Run(out=str(tmp_path), recipe=recipe, options=options))
-    assert recorder.extra["loss_scale"] > 2.0**8
-    expected = reference.train(recipe)
-    torch.testing.assert_close(
-        torch.tensor(module.losses), torch.tensor(expected.losses), atol=LOSS_TOLERANCE["16"], rtol=0
-    )
+    extra = compare(recipe, tmp_path, initial_scale_power=8, loss_scale_window=2)
+    assert extra["loss_scale"] > 2.0**8
 
 
-def test_step_counts_are_kept_per_parameter(tmp_path: Path) -> None:
-    """A parameter that a step does not use keeps its count, as in torch."""
-    recipe = Recipe(skip_side_at=(1, 2), max_steps=5)
-    module, _, recorder = train(Run(out=str(tmp_path), recipe=recipe))
-    names = [name for name, p in module.model.named_parameters() if p.requires_grad]
-    counts = dict(zip(names, recorder.extra["steps"], strict=True))
-    assert counts["side.weight"] == counts["side.bias"] == 3
-    assert {count for name, count in counts.items() if not name.startswith("side")} == {5}
+WINDOWS = Recipe(precision="bf16-true", accumulate=4, clip=0.3, groups=True, skip_side_at=(1,), max_steps=4)
+SIXTEEN_BIT = ["bf16-true", "bf16-mixed", "16-true", "16-mixed"]
+
+
+def farthest(masters: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference between two trainings' masters."""
+    return max(float((masters[name] - other).abs().max()) for name, other in others.items())
+
+
+@pytest.mark.parametrize(
+    ("precision", "devices"),
+    long_but([("bf16-true", 2), ("16-mixed", 1)], itertools.product(SIXTEEN_BIT, [1, 2])),
+)
+def test_added_in_the_dtype_of_the_parameters(
+    precision: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masters follow plain torch's, whose gradients have the parameters' dtype, and not those of sums in fp32.
+
+    Each micro-batch is reduced over the ranks first, then added.
+    """
+    recipe = dataclasses.replace(WINDOWS, precision=precision)
+    # DeepSpeed's own linear rounds once more in 16 bit, and stays in place in a process that has trained with it.
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
+    options = {"loss_scale": 2.0**10, "zero": {"memory_efficient_linear": False}}
+    transfer = {**SMALL_RING, "accumulate_in": "parameters"}
+    (outcome,) = launch(Run(out=str(tmp_path), recipe=recipe, devices=devices, transfer=transfer, options=options))
+    expected = reference.train(recipe, world_size=devices, accumulate_in="parameters")
+    in_fp32 = reference.train(recipe, world_size=devices)
+    difference = farthest(expected.masters, in_fp32.masters)
+    assert difference > 0
+    assert farthest(outcome.masters, expected.masters) < 0.5 * difference
+
+
+def test_it_takes_half_of_the_memory(tmp_path: Path) -> None:
+    """The gradients' memory is that of one micro-batch."""
+    held = {}
+    for name in ("fp32", "parameters"):
+        recipe, transfer = dataclasses.replace(WINDOWS, max_steps=1), {"accumulate_in": name}
+        _, trainer, _ = train(Run(out=str(tmp_path / name), recipe=recipe, transfer=transfer))
+        held[name] = trainer.strategy.host_bytes["gradient_arena"]  # type: ignore[attr-defined]
+        trainer.strategy.close()  # type: ignore[attr-defined]
+    assert held["fp32"] == 2 * held["parameters"]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_smartinfinity import (
@@ -35,10 +36,10 @@ from lightning_smartinfinity.settings import GradientCodec
 from lightning_smartinfinity.settings.strategy import StrategySettings
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
+from tests.training.test_offloaded_parameters import Configured
 from tests.training.test_overlap import SMALL_RING
-from tests.training.test_parameter_budget import Configured
+from tests.training.worker import each_rank
 
 RECIPE = Recipe(precision="bf16-true", width=64, depth=6, max_steps=2)
 AROUND = Surroundings(precision=RECIPE.precision, accumulate=1, processes=1, nodes=1, on_gpu=False)
@@ -96,115 +97,146 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[type[LitTiny], li
     return found
 
 
-@pytest.fixture
-def losses(expected: dict[type[LitTiny], list[float]]) -> list[float]:
-    """Those of a model that configure_model builds."""
-    return expected[Configured]
+@dataclass(frozen=True)
+class Asked:
+    """What a user gives. A plan that is a tuple is just enough memory for how the model is built, and settings."""
+
+    plan: Any = "auto"
+    module_class: type[LitTiny] = Configured
+    recipe: Recipe = RECIPE
+    transfer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def fit(self, root: Path) -> tuple[LitTiny, SmartInfinityStrategy]:
+        plan = just_enough_for(self.plan[0], **self.plan[1]) if isinstance(self.plan, tuple) else self.plan
+        module = self.module_class(self.recipe)
+        return module, fit(root, module, plan=plan, transfer=self.transfer, **{"overlap": "none", **self.options})
 
 
-def test_a_machine_that_is_large_enough_changes_nothing(
-    tmp_path: Path, losses: list[float], monkeypatch: pytest.MonkeyPatch
+BUDGETS = {"parameter_bytes": 128 << 10, "gradient_bytes": 64 << 10}
+GIVEN = {"gradient_bytes": 200_000, "parameter_bytes": 180_000}
+CPU = {"offload_param": {"device": "cpu"}}
+CHOSEN: dict[str, tuple[Asked, dict[str, Any] | None, dict[str, Any]]] = {
+    "the defaults, where they fit": (Asked(), None, {}),
+    # Of what fits the fastest is taken: as many gradients in memory as possible, and parameters, too.
+    "a budget of gradients": (
+        Asked(("configure_model", {"gradient_budget": 128 << 10})),
+        None,
+        {"gradient_bytes": 128 << 10},
+    ),
+    "parameters that are built on storage": (Asked(("configure_model", SMALLEST)), NVME, BUDGETS),
+    "parameters that go to storage": (Asked(("init", SMALLEST), LitTiny), NVME, BUDGETS),
+    "what the user has set": (Asked(transfer=GIVEN, options={"zero": NVME}), NVME, GIVEN),
+    # A budget puts them there, also where all of them would fit into memory.
+    "the place of a budget": (Asked(transfer={"parameter_bytes": 180_000}), NVME, {"parameter_bytes": 180_000}),
+    "an explicit place": (Asked(module_class=LitTiny, options={"zero": CPU}), CPU, {}),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_is_chosen(
+    name: str, tmp_path: Path, expected: dict[type[LitTiny], list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defaults stay, the bits are the same, and the table says so."""
-    module, told = Configured(RECIPE), []
+    """A plan changes what the user has left open, if it must; the bits are the same, and a table says so."""
+    told: list[str] = []
     monkeypatch.setattr("lightning_smartinfinity.integrations.trainer.strategy.rank_zero_info", told.append)
-    strategy = fit(tmp_path, module, plan="auto")
-    assert module.losses == losses
-    assert (strategy._settings.zero, strategy._settings.transfer) == (None, TransferConfig(**SMALL_RING))
-    (table,) = [message for message in told if "Plan for Configured" in message]
-    assert "the defaults fit" in table and "host memory  training" in table
+    asked, zero, chosen = CHOSEN[name]
+    module, strategy = asked.fit(tmp_path)
+    assert (strategy._settings.zero, strategy._settings.transfer) == (zero, TransferConfig(**SMALL_RING, **chosen))
+    assert (strategy.parameter_bytes > 0) == (zero == NVME)
+    if zero == NVME:
+        section = strategy._engine_config["zero_optimization"]
+        assert section["offload_param"]["device"] == "nvme" and section["stage3_param_persistence_threshold"] == 0
+    assert module.losses == expected[asked.module_class]
+    (table,) = [message for message in told if f"Plan for {asked.module_class.__name__}" in message]
+    assert "host memory  training" in table
+    assert zero is not None or chosen or "the defaults fit" in table
     strategy.close()
 
 
-def test_gradients_get_a_budget(tmp_path: Path, losses: list[float]) -> None:
-    """Of what fits the fastest is taken: as many gradients in memory as possible, and parameters, too."""
-    module = Configured(RECIPE)
-    plan = just_enough_for("configure_model", gradient_budget=128 << 10)
-    strategy = fit(tmp_path, module, plan=plan, overlap="none")
-    assert (strategy._settings.zero, strategy._settings.transfer.gradient_bytes) == (None, 128 << 10)
-    assert module.losses == losses
-    strategy.close()
+class Stubborn(Configured):
+    """A module that needs values while it is built."""
+
+    def configure_model(self) -> None:
+        assert float(torch.ones(3).sum().item()) == 3.0
+        super().configure_model()
 
 
-@pytest.mark.parametrize("module_class", [Configured, LitTiny])
-def test_parameters_go_to_storage(
-    module_class: type[LitTiny], tmp_path: Path, expected: dict[type[LitTiny], list[float]]
-) -> None:
-    """They are built there by configure_model, or go there if the model exists; the bits are the same."""
-    module = module_class(RECIPE)
-    plan = just_enough_for("init" if module_class is LitTiny else "configure_model", **SMALLEST)
-    strategy = fit(tmp_path, module, plan=plan, overlap="none")
-    transfer = strategy._settings.transfer
-    assert strategy._settings.zero == NVME
-    assert (transfer.parameter_bytes, transfer.gradient_bytes) == (128 << 10, 64 << 10)
-    section = strategy._engine_config["zero_optimization"]
-    assert section["offload_param"]["device"] == "nvme" and section["stage3_param_persistence_threshold"] == 0
-    assert strategy.parameter_bytes > 0
-    assert module.losses == expected[module_class]
-    strategy.close()
+RMSPROP = dataclasses.replace(RECIPE, optimizer="RMSprop")
+SGD = dataclasses.replace(RECIPE, optimizer="SGD", eps=None)
+INT8 = {"disk": "8MB", "state_formats": ["int8"]}
+# The state of RMSprop takes four arrays, and has no smaller format.
+NAMED = {"disk": "9MB", "optimizer": "RMSprop", "state_formats": ["int8"]}
+REFUSED: dict[str, tuple[Asked, str, str]] = {
+    "explicit settings": (
+        Asked(("configure_model", SMALLEST), options={"zero": {"offload_param": {"device": "none"}}}),
+        "does not fit: host memory",
+        "",
+    ),
+    "all memory": (Asked({"host_memory": PROCESS_BYTES}), "does not fit: host memory(?s:.)*TOO BIG", "state_formats"),
+    "all of the disk": (Asked({"disk": "1MB"}), "does not fit: disk", "state_formats"),
+    "two formats": (Asked(INT8, options={"state_format": "bf16"}), "both choose a state format", ""),
+    "an optimizer": (
+        Asked(NAMED, recipe=RMSPROP),
+        "does not fit: disk(?s:.)*passed over for RMSprop in bf16-true: int8",
+        "",
+    ),
+    "another optimizer": (
+        Asked({"disk": "9MB"}, recipe=RMSPROP),
+        "taken the optimizer for AdamW, but it is RMSprop: disk",
+        "plan={'optimizer': 'RMSprop'}",
+    ),
+    "another optimizer of a model that exists": (
+        Asked({"disk": "7MB", "state_formats": ["int8"]}, LitTiny, SGD),
+        "it is SGD: state_format='int8' does not exist for it",
+        "",
+    ),
+    "a budget without a plan": (Asked(None, transfer=GIVEN), "needs parameters on storage", ""),
+    "a budget, and another place": (
+        Asked(transfer=GIVEN, options={"zero": CPU}),
+        "needs parameters on storage",
+        "",
+    ),
+    "a model that is built too early": (
+        Asked(("configure_model", SMALLEST), LitTiny),
+        r"does not fit: host memory \(building\)",
+        "Build it in configure_model",
+    ),
+    "a model that cannot be looked at": (
+        Asked(module_class=Stubborn),
+        "cannot look at Stubborn before it is built",
+        "plan={'model'",
+    ),
+}
 
 
-def test_explicit_settings_win(tmp_path: Path, losses: list[float]) -> None:
-    """A plan changes nothing that the user has set, and says what then does not fit."""
-    module = Configured(RECIPE)
-    given = {"gradient_bytes": 200_000, "parameter_bytes": 180_000}
-    strategy = fit(tmp_path, module, plan="auto", transfer=given, zero=NVME, overlap="none")
-    settings = strategy._settings
-    assert settings.zero == NVME
-    assert (settings.transfer.gradient_bytes, settings.transfer.parameter_bytes) == (200_000, 180_000)
-    assert module.losses == losses
-    strategy.close()
-    in_memory, plan = {"offload_param": {"device": "none"}}, just_enough_for("configure_model", **SMALLEST)
-    with pytest.raises(ConfigError, match="does not fit: host memory"):
-        fit(tmp_path, Configured(RECIPE), plan=plan, zero=in_memory)
-
-
-def test_nothing_fits(tmp_path: Path) -> None:
-    """The error says what breaks and what is nearest, and nothing was written."""
-    with pytest.raises(ConfigError, match="does not fit: host memory") as caught:
-        fit(tmp_path, Configured(RECIPE), plan={"host_memory": PROCESS_BYTES})
-    assert "TOO BIG" in str(caught.value) and "state_formats" in caught.value.remedy
-    with pytest.raises(ConfigError, match="does not fit: disk"):
-        fit(tmp_path, Configured(RECIPE), plan={"disk": "1MB"})
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what breaks and what to do, and nothing was written."""
+    if name == "a model that is built too early":
+        monkeypatch.setattr(plan_needs, "ENGINE_BYTES", 0)  # it comes after the model, and is larger than a tiny one
+    asked, match, remedy = REFUSED[name]
+    with pytest.raises((ConfigError, UnsupportedError), match=match) as caught:
+        asked.fit(tmp_path)
+    assert remedy in caught.value.remedy
     assert not (tmp_path / "storage").exists()
 
 
-def test_a_smaller_state_that_the_user_allows(tmp_path: Path) -> None:
-    """It is taken where the other does not fit, and not beside an explicit format."""
-    plan = {"disk": "8MB", "state_formats": ["int8"]}
-    strategy = fit(tmp_path, Configured(RECIPE), plan=plan)
-    assert strategy._settings.state_format == "int8"
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(INT8),
+        Asked({**NAMED, "disk": "13MB"}, recipe=RMSPROP),
+        Asked({"disk": "13MB"}, recipe=RMSPROP),
+        Asked({"model": "1M"}, Stubborn),
+    ],
+    ids=["a smaller state", "an optimizer that is named", "another optimizer", "a model that is named"],
+)
+def test_what_fits(asked: Asked, tmp_path: Path) -> None:
+    """A smaller state is taken where the user allows it; what was refused above trains with a little more."""
+    _, strategy = asked.fit(tmp_path)
+    assert strategy._settings.state_format == ("int8" if asked.plan == INT8 else "fp32")
     strategy.close()
-    with pytest.raises(ConfigError, match="both choose a state format"):
-        fit(tmp_path, Configured(RECIPE), plan=plan, state_format="bf16")
-
-
-def rmsprop(recipe: Recipe = RECIPE) -> Recipe:
-    return dataclasses.replace(recipe, optimizer="RMSprop")
-
-
-def test_the_optimizer_that_is_named_is_planned(tmp_path: Path) -> None:
-    """State of RMSprop takes four arrays: it needs a larger disk than that of AdamW, and has no smaller format."""
-    plan = {"disk": "9MB", "optimizer": "RMSprop", "state_formats": ["int8"]}
-    with pytest.raises(ConfigError, match="does not fit: disk") as caught:
-        fit(tmp_path, Configured(rmsprop()), plan=plan)
-    assert "passed over for RMSprop in bf16-true: int8" in str(caught.value)
-    fit(tmp_path, Configured(rmsprop()), plan={**plan, "disk": "13MB"}).close()
-    with pytest.raises(ConfigError, match="optimizer='Lion'"):
-        PlanConfig(optimizer="Lion")
-
-
-@pytest.mark.parametrize("module_class", long_but([Configured], [Configured, LitTiny]))
-def test_an_optimizer_that_was_taken_for_another(module_class: type[LitTiny], tmp_path: Path) -> None:
-    """Once it is known, a training that does not fit with its state ends, and one that fits goes on."""
-    with pytest.raises(ConfigError, match=r"taken the optimizer for AdamW, but it is RMSprop: disk") as caught:
-        fit(tmp_path, module_class(rmsprop()), plan={"disk": "9MB"})
-    assert "plan={'optimizer': 'RMSprop'}" in caught.value.remedy
-    assert not (tmp_path / "storage").exists()
-    fit(tmp_path, module_class(rmsprop()), plan={"disk": "13MB"}).close()
-    sgd = dataclasses.replace(RECIPE, optimizer="SGD", eps=None)
-    with pytest.raises(ConfigError, match="it is SGD: state_format='int8' does not exist for it"):
-        fit(tmp_path, module_class(sgd), plan={"disk": "7MB", "state_formats": ["int8"]})
 
 
 def test_state_in_memory_is_left_out_only_where_the_user_says_so(
@@ -219,29 +251,6 @@ def test_state_in_memory_is_left_out_only_where_the_user_says_so(
         strategy.close()
     assert seen[0][0] >= seen[0][1] > 10**6
     assert seen[1] == (0, 0)
-
-
-def test_a_budget_of_parameters_decides_where_they_lie(tmp_path: Path, losses: list[float]) -> None:
-    """They are on storage, also where all of them would fit into memory; an explicit place contradicts the budget."""
-    module = Configured(RECIPE)
-    given = {"parameter_bytes": 180_000}
-    strategy = fit(tmp_path, module, plan="auto", transfer=given, overlap="none")
-    assert (strategy._settings.zero, strategy._settings.transfer.parameter_bytes) == (NVME, 180_000)
-    assert strategy.parameter_bytes > 0
-    assert module.losses == losses
-    strategy.close()
-    for options in ({"plan": None}, {"plan": "auto", "zero": {"offload_param": {"device": "cpu"}}}):
-        with pytest.raises(ConfigError, match="needs parameters on storage"):
-            fit(tmp_path, Configured(RECIPE), transfer=given, **options)
-
-
-def test_a_model_that_is_built_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the training would fit with the model built in configure_model, the error says to build it there."""
-    monkeypatch.setattr(plan_needs, "ENGINE_BYTES", 0)  # it comes after the model, and is larger than a tiny one
-    plan = just_enough_for("configure_model", **SMALLEST)
-    with pytest.raises(ConfigError, match=r"does not fit: host memory \(building\)") as caught:
-        fit(tmp_path, LitTiny(RECIPE), plan=plan)
-    assert "Build it in configure_model" in caught.value.remedy and "state_formats" not in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -262,40 +271,18 @@ def test_compressed_gradients_are_counted(codec: GradientCodec, tmp_path: Path) 
     strategy.close()
 
 
-class Stubborn(Configured):
-    """A module that needs values while it is built."""
-
-    def configure_model(self) -> None:
-        assert float(torch.ones(3).sum().item()) == 3.0
-        super().configure_model()
-
-
-def test_a_model_that_cannot_be_looked_at(tmp_path: Path) -> None:
-    """The error says to name the model; with its name the plan is made."""
-    with pytest.raises(UnsupportedError, match="cannot look at Stubborn before it is built") as caught:
-        fit(tmp_path, Stubborn(RECIPE), plan="auto")
-    assert "plan={'model'" in caught.value.remedy
-    fit(tmp_path, Stubborn(RECIPE), plan={"model": "1M"}).close()
-
-
-def test_another_module_is_planned_anew(tmp_path: Path) -> None:
-    """A strategy that trains again chooses again, from what the user gave."""
+def test_each_fit_is_planned_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A strategy chooses again from what the user gave; an evaluation plans nothing, as it has no state."""
     strategy = SmartInfinityStrategy(tmp_path / "storage", plan=SMALL, transfer=TransferConfig(**SMALL_RING))
     trainer = quiet_trainer(tmp_path, strategy, max_steps=2, precision=RECIPE.precision)
+    with caplog.at_level(logging.INFO):
+        trainer.validate(Configured(RECIPE), verbose=False)
+    assert not any("Plan for" in record.getMessage() for record in caplog.records)
     trainer.fit(Configured(RECIPE))
     assert strategy._settings.zero == NVME
     trainer.fit_loop.epoch_loop.max_steps = 4
     trainer.fit(Configured(dataclasses.replace(RECIPE, depth=1)))
     assert strategy._settings.zero is None
-    strategy.close()
-
-
-def test_an_evaluation_plans_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only a fit has state and gradients."""
-    strategy = SmartInfinityStrategy(tmp_path / "storage", plan="auto")
-    with caplog.at_level(logging.INFO):
-        quiet_trainer(tmp_path, strategy, precision=RECIPE.precision).validate(LitTiny(RECIPE), verbose=False)
-    assert not any("Plan for" in record.getMessage() for record in caplog.records)
     strategy.close()
 
 
@@ -308,6 +295,7 @@ def test_an_evaluation_plans_nothing(tmp_path: Path, caplog: pytest.LogCaptureFi
         ({"state_formats": ["fp8"]}, "state_formats"),
         ({"host_memory": "much"}, "host_memory"),
         ({"model": ""}, "model=''"),
+        ({"optimizer": "Lion"}, "optimizer='Lion'"),
     ],
 )
 def test_bad_input(plan: Any, message: str) -> None:
@@ -318,52 +306,37 @@ def test_bad_input(plan: Any, message: str) -> None:
 
 def test_two_processes_choose_alike(tmp_path: Path) -> None:
     """The least that any rank sees counts, and both train with the same settings to the same bits."""
-    done = run_module("tests.training.plan_worker", tmp_path, ranks=2)
-    assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    ranks = each_rank("planned", tmp_path)
     assert ranks[0]["settings"] == ranks[1]["settings"]
     assert "nvme" in ranks[0]["settings"][0]
     assert ranks[0]["losses"] == ranks[0]["expected"]
-    assert (done.stdout + done.stderr).count("Plan for Configured") == 1
-
-
-def test_parameters_offloaded_to_the_memory_in_which_they_are(tmp_path: Path) -> None:
-    """An explicit device is kept, also one that a plan would not choose."""
-    strategy = fit(tmp_path, LitTiny(RECIPE), plan="auto", zero={"offload_param": {"device": "cpu"}})
-    assert strategy._settings.zero == {"offload_param": {"device": "cpu"}}
-    strategy.close()
+    assert [len(rank["told"]) for rank in ranks] == [1, 0]
 
 
 @pytest.mark.parametrize("module_class", [Configured, LitTiny])
 def test_a_fit_after_an_evaluation(module_class: type[LitTiny], tmp_path: Path) -> None:
     """Parameters stay where the evaluation has put them: gradients alone get a budget."""
-    strategy = SmartInfinityStrategy(tmp_path / "storage", plan=SMALL, transfer=TransferConfig(**SMALL_RING))
-    trainer = quiet_trainer(tmp_path, strategy, max_steps=1, precision=RECIPE.precision)
-    module = module_class(RECIPE)
-    trainer.validate(module, verbose=False)
-    with pytest.raises(ConfigError, match="does not fit: host memory"):
-        trainer.fit(module)
-    strategy.close()
-    roomy = {"host_memory": PROCESS_BYTES + 2_500_000}
-    strategy = SmartInfinityStrategy(tmp_path / "storage", plan=roomy, transfer=TransferConfig(**SMALL_RING))
-    trainer = quiet_trainer(tmp_path, strategy, max_steps=1, precision=RECIPE.precision)
-    module = module_class(RECIPE)
-    trainer.validate(module, verbose=False)
-    trainer.fit(module)
-    assert strategy._settings.zero is None
-    strategy.close()
-
-
-def disk_with(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = type(shutil.disk_usage("/"))
-    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: usage(free, 0, free))
+    for plan in (SMALL, {"host_memory": PROCESS_BYTES + 2_500_000}):
+        strategy = SmartInfinityStrategy(tmp_path / "storage", plan=plan, transfer=TransferConfig(**SMALL_RING))
+        trainer = quiet_trainer(tmp_path, strategy, max_steps=1, precision=RECIPE.precision)
+        module = module_class(RECIPE)
+        trainer.validate(module, verbose=False)
+        if plan is SMALL:
+            with pytest.raises(ConfigError, match="does not fit: host memory"):
+                trainer.fit(module)
+        else:
+            trainer.fit(module)
+            assert strategy._settings.zero is None
+        strategy.close()
 
 
 def test_the_state_of_the_job_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training is resumed on a disk that its own state has filled."""
-    strategy = fit(tmp_path, Configured(RECIPE), plan="auto", transfer={"keep": True})
-    strategy.close()
-    disk_with(2_000_000, monkeypatch)  # the rest of what the plan needs, an export among it
+    kept = Asked(transfer={"keep": True})
+    kept.fit(tmp_path)[1].close()
+    usage = type(shutil.disk_usage("/"))
+    free = 2_000_000  # the rest of what the plan needs, an export among it
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: usage(free, 0, free))
     strategy = SmartInfinityStrategy(
         tmp_path / "storage", plan="auto", transfer=TransferConfig(**SMALL_RING, keep=True)
     )
@@ -372,88 +345,66 @@ def test_the_state_of_the_job_counts_as_free(tmp_path: Path, monkeypatch: pytest
     assert trainer.global_step == 4
     strategy.close()
     with pytest.raises(ConfigError, match="does not fit: disk"):
-        fit(tmp_path / "elsewhere", Configured(RECIPE), plan="auto")
+        kept.fit(tmp_path / "elsewhere")
 
 
-def test_data_in_memory_are_not_given_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of what a process holds, only its libraries and the model are a part of what the training needs."""
-    seen = []
-    for resident in (PROCESS_BYTES, 100 * PROCESS_BYTES):
-        monkeypatch.setattr(automatic_strategy, "_resident_bytes", lambda resident=resident: resident)
-        settings = StrategySettings(storage=(tmp_path,))
-        seen.append(automatic_strategy._resources(settings, PlanConfig(), LitTiny(RECIPE), AROUND).host_memory)
-    assert seen[1] == pytest.approx(seen[0], rel=0.1)
-
-
-def test_a_model_that_exists_counts_as_it_is(tmp_path: Path) -> None:
-    """It was built in fp32 before the Trainer's precision was known."""
+def test_what_surrounds_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer that is not known is taken for AdamW, folders on one disk have it once, and cards need gradients."""
     told: list[str] = []
-    settings = StrategySettings(storage=(tmp_path,), plan=PlanConfig(), transfer=TransferConfig(**SMALL_RING))
-    training, _ = automatic_strategy._asked(settings, PlanConfig(), {}, LitTiny(RECIPE), AROUND)
+    around = dataclasses.replace(AROUND, tell=told.append)
+    roomy = StrategySettings(storage=(tmp_path,), plan=PlanConfig(), transfer=TransferConfig(**SMALL_RING))
+    # It was built in fp32 before the Trainer's precision was known.
+    training, _ = automatic_strategy._asked(roomy, PlanConfig(), {}, LitTiny(RECIPE), AROUND)
     assert (training.build, training.precision, training.built_bytes) == ("init", "bf16-true", 4)
-    plan_training(settings, LitTiny(RECIPE), dataclasses.replace(AROUND, tell=told.append))
-    assert "taken for AdamW" in told[0]
+    plan_training(roomy, LitTiny(RECIPE), around)
+    assert "taken for AdamW" in told[-1]
+    tables = []
+    for folders in (("a/b",), ("a/b", "c")):  # none of which exists yet
+        storage = tuple(tmp_path / folder for folder in folders)
+        settings = StrategySettings(storage=storage, plan=PlanConfig(host_memory="2GB"))
+        assert plan_training(settings, LitTiny(RECIPE), around).settings == settings
+        tables.append(told.pop().splitlines()[-1].split()[:5])
+    assert tables[0][:4] == tables[1][:4] and float(tables[0][4]) == pytest.approx(float(tables[1][4]), rel=0.01)
+    tight = dataclasses.replace(roomy, plan=PlanConfig(**just_enough_for("init", gradient_budget=128 << 10)))
+    assert plan_training(tight, LitTiny(RECIPE), around).settings.transfer.gradient_bytes == 128 << 10
+    monkeypatch.setenv("SMART_INFINITY_XCLBIN", str(tmp_path / "kernels.xclbin"))
+    with pytest.raises(ConfigError, match="does not fit"):
+        plan_training(tight, LitTiny(RECIPE), around)
 
 
 def test_gradients_of_schedules_take_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan knows that several micro-batches may come, as in manual optimization and by a scheduler."""
     seen: list[int] = []
     monkeypatch.setattr(SmartInfinityStrategy, "_plan", lambda strategy, module, around: seen.append(around.accumulate))
-    for callbacks in ([], [GradientAccumulationScheduler({1: 4})]):
-        strategy = SmartInfinityStrategy(tmp_path / str(len(callbacks)), plan="auto")
+    for callbacks, accumulate in (([], 1), ([GradientAccumulationScheduler({1: 4})], 2)):
+        strategy = SmartInfinityStrategy(tmp_path / str(accumulate), plan="auto")
         trainer = quiet_trainer(tmp_path, strategy, callbacks=callbacks, max_steps=1, precision=RECIPE.precision)
         trainer.fit(LitTiny(RECIPE))
         strategy.close()
-    assert set(seen[: len(seen) // 2]) == {1} and set(seen[len(seen) // 2 :]) == {2}
-
-
-def test_folders_that_do_not_exist_yet(tmp_path: Path) -> None:
-    """The disk of a folder is that of the nearest folder above it, and two folders on one disk have it once."""
-    told: list[str] = []
-    around = Surroundings(precision="32-true", accumulate=1, processes=1, nodes=1, on_gpu=False, tell=told.append)
-    tables = []
-    for folders in (("a/b",), ("a/b", "c")):
-        storage = tuple(tmp_path / folder for folder in folders)
-        settings = StrategySettings(storage=storage, plan=PlanConfig(host_memory="2GB"))
-        assert plan_training(settings, LitTiny(RECIPE), around).settings == settings
-        tables.append(told.pop())
-    one, two = (table.splitlines()[-1].split()[:5] for table in tables)
-    assert one[:4] == two[:4] and float(one[4]) == pytest.approx(float(two[4]), rel=0.01)
-
-
-def test_cards_take_all_gradients_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where SmartSSDs may update, gradients get no budget, and no state is kept in memory."""
-    around = Surroundings(precision=RECIPE.precision, accumulate=1, processes=1, nodes=1, on_gpu=False, tell=print)
-    plan = PlanConfig(**just_enough_for("init", gradient_budget=128 << 10))
-    ring = TransferConfig(**SMALL_RING)
-    settings = StrategySettings(storage=(tmp_path,), plan=plan, transfer=ring)
-    assert plan_training(settings, LitTiny(RECIPE), around).settings.transfer.gradient_bytes == 128 << 10
-    monkeypatch.setenv("SMART_INFINITY_XCLBIN", str(tmp_path / "kernels.xclbin"))
-    with pytest.raises(ConfigError, match="does not fit"):
-        plan_training(settings, LitTiny(RECIPE), around)
+        assert set(seen) == {accumulate}
+        seen.clear()
 
 
 def test_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that exists is planned in setup; one that init_module is to build has to be named before."""
-    from lightning.fabric import Fabric
-
     monkeypatch.chdir(tmp_path)
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
-    strategy = SmartInfinityFabricStrategy(plan={"host_memory": PROCESS_BYTES + 1_700_000}, transfer=SMALL_RING)
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true")
-    fabric.launch()
-    fabric.setup(model, torch.optim.AdamW(model.parameters()))
-    assert strategy._settings.transfer.gradient_bytes != "auto"
-    strategy.close()
+
+    def launched(plan: Any) -> Fabric:
+        strategy = SmartInfinityFabricStrategy(plan=plan, transfer=SMALL_RING)
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true")
+        fabric.launch()
+        return fabric
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+
+    fabric, module = launched({"host_memory": PROCESS_BYTES + 1_700_000}), model()
+    fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    assert fabric.strategy._settings.transfer.gradient_bytes != "auto"
+    fabric.strategy.close()
+    module = model()
     # The optimizer is known here. Its state takes a third more than that of AdamW.
-    strategy = SmartInfinityFabricStrategy(plan={"disk": "12MB"}, transfer=SMALL_RING)
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true")
-    fabric.launch()
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
     with pytest.raises(ConfigError, match=r"plan='auto': Sequential does not fit: disk"):
-        fabric.setup(model, torch.optim.RMSprop(model.parameters()))
-    unnamed = SmartInfinityFabricStrategy(plan="auto")
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=unnamed, precision="bf16-true")
-    fabric.launch()
-    with pytest.raises(ConfigError, match="does not know the model yet"), fabric.init_module():
+        launched({"disk": "12MB"}).setup(module, torch.optim.RMSprop(module.parameters()))
+    with pytest.raises(ConfigError, match="does not know the model yet"), launched("auto").init_module():
         pass

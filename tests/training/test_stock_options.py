@@ -77,19 +77,3 @@ def test_what_is_written_instead_is_taken(name: str, remedies: dict[str, str]) -
     check_zero_section(strategy.config["zero_optimization"])
     if answer.startswith("Pass") and "=(...)" not in answer and "={...}" not in answer:
         assert found or "precision=" in answer
-
-
-def test_a_whole_section_of_deepspeed() -> None:
-    """A dict is not Lightning's flag of that name, but what goes into ``zero``."""
-    with pytest.raises(ConfigError, match=r"Pass what is inside of it as zero=\{\.\.\.\}"):
-        SmartInfinityStrategy(zero_optimization={"overlap_comm": True})  # type: ignore[call-arg]
-
-
-def test_a_stage_and_an_offloaded_optimizer() -> None:
-    """Several options are answered one by one."""
-    with pytest.raises(ConfigError) as caught:
-        SmartInfinityStrategy(stage=3, offload_optimizer=True, nvme_path="/nvme")  # type: ignore[call-arg]
-    assert "always in ZeRO stage 3" in str(caught.value)
-    assert "optimizer state is always in the folders of storage=" in str(caught.value)
-    assert "Pass storage='/nvme'" in str(caught.value)
-    assert "zero={'offload_optimizer'" not in str(caught.value)

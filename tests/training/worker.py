@@ -82,6 +82,14 @@ def launch(
     return [_outcome(Path(run.out), output) for run in runs]
 
 
+def each_rank(scenario: str, root: Path, *arguments: object, ranks: int = 2) -> list[dict[str, Any]]:
+    """Run a scenario of :mod:`tests.training.rank_worker` in forked processes and return what every rank found."""
+    root.mkdir(exist_ok=True)
+    done = run_module("tests.training.rank_worker", scenario, root, *map(str, arguments), ranks=ranks)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
 def _run_anew(worker: str, config: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", worker, str(config)],
@@ -143,8 +151,8 @@ class Recorder(pl.Callback):
         }
 
 
-def train(run: Run, *callbacks: pl.Callback) -> tuple[LitTiny, pl.Trainer, Recorder]:
-    """Train in this process and in those that Lightning launches."""
+def prepared(run: Run, *callbacks: pl.Callback) -> tuple[LitTiny, pl.Trainer, Recorder]:
+    """Return what :func:`train` will train."""
     from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
 
     recipe, recorder = run.recipe, Recorder(run)
@@ -172,7 +180,12 @@ def train(run: Run, *callbacks: pl.Callback) -> tuple[LitTiny, pl.Trainer, Recor
         enable_model_summary=False,
         default_root_dir=run.out,
     )
-    module = LitTiny(recipe)
+    return LitTiny(recipe), trainer, recorder
+
+
+def train(run: Run, *callbacks: pl.Callback) -> tuple[LitTiny, pl.Trainer, Recorder]:
+    """Train in this process and in those that Lightning launches."""
+    module, trainer, recorder = prepared(run, *callbacks)
     trainer.fit(module, ckpt_path=run.resume)
     if run.save_after_fit:
         trainer.save_checkpoint(run.save_after_fit)

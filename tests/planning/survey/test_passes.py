@@ -56,15 +56,11 @@ def test_operations_are_those_of_the_matrices(passes) -> None:  # type: ignore[n
     assert passes.backward_flops == pytest.approx(2 * passes.forward_flops, rel=0.15)
 
 
-def test_checkpoints_keep_less(passes) -> None:  # type: ignore[no-untyped-def]
-    """Activation checkpoints keep at least the inputs of all layers, and less than all that is saved."""
+def test_what_is_kept_and_at_the_peak(passes) -> None:  # type: ignore[no-untyped-def]
+    """Activation checkpoints keep at least the inputs of all layers; at the peak are the logits and their gradient."""
     inputs = 4 * BATCH * SEQ * CONFIG.hidden_size * CONFIG.num_hidden_layers
     assert inputs <= passes.kept_bytes < passes.saved_bytes
-
-
-def test_logits_are_told_apart(passes) -> None:  # type: ignore[no-untyped-def]
-    """At the peak live at least the logits and their gradient in fp32, and no more than five such tensors."""
-    one = 4 * BATCH * SEQ * CONFIG.vocab_size
+    one = 4 * BATCH * SEQ * CONFIG.vocab_size  # in fp32, and no more than five such tensors
     assert 2 * one <= passes.logits_bytes <= 5 * one
     assert passes.logits_bytes < passes.peak_bytes
 

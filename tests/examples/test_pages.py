@@ -1,0 +1,128 @@
+"""Runs the blocks of code of the README and of pages as they stand there, on small models made on the spot."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity import ActivationOffload
+from lightning_smartinfinity.cli import main
+from tests.examples.pages import LOADED, commands_in, page, run_python, scripts_in
+
+README = page("README.md")
+COMMANDS = commands_in(README)
+(SIZES,) = (command for command in COMMANDS if "--gpu-memory" in command)
+COUNTING = """
+import atexit, torch.utils.checkpoint
+calls, original = [], torch.utils.checkpoint.checkpoint
+torch.utils.checkpoint.checkpoint = lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1]
+atexit.register(lambda: print("checkpoints of activations:", len(calls)))
+"""
+LAYERS, STEPS = 2, 40
+
+
+def test_the_blocks_run_in_order(page_folder: Path) -> None:
+    """The model is fine-tuned, resumed and exported in one folder, and transformers alone loads both results alike."""
+    scripts = scripts_in(README)
+    commands = [command for command in COMMANDS if command != SIZES]  # see test_sizes_are_those_of_the_plan
+    before = [command for command in commands if README.index(command) < README.index(scripts[0])]
+    assert len(scripts) == len(commands) == 2 and len(before) == 1
+    assert main(shlex.split(before[0])) == 0
+    (page_folder / "readme.py").write_text("\n".join([COUNTING, *scripts]))
+    # In eval mode, as from_pretrained returns a model, transformers would run none.
+    assert f"checkpoints of activations: {LAYERS * STEPS}\n" in run_python(page_folder, "readme.py")
+    assert main(shlex.split(commands[-1])) == 0, commands
+    loaded = run_python(page_folder, "-c", LOADED, "my-model-tuned", "my-model-exported", "my-model")
+    saved, exported, untrained = loaded.splitlines()
+    assert exported == saved != untrained
+
+
+def test_it_is_short() -> None:
+    """It has at most 600 words beside code and tables, six links by task, and as many lines of code as it says."""
+    text = re.sub(r"^```.*?^```|^\|.*?$|<!--.*?-->|\]\([^)]*\)", "", README, flags=re.DOTALL | re.MULTILINE)
+    assert 200 < len(text.split()) <= 600
+    tasks = README.split("## By task\n")[1].split("`make demo`")[0]
+    assert tasks.count("](") == 6
+    assert "## A Hugging Face model in eighteen lines" in README
+    assert len([line for line in scripts_in(README)[0].splitlines() if line.strip()]) == 18
+
+
+@pytest.mark.parametrize(
+    "sizes", [["1B"], pytest.param(["3B", "7B", "13B", "30B", "70B"], marks=pytest.mark.long)], ids=["quick", "long"]
+)
+def test_sizes_are_those_of_the_plan(sizes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row of the table is what the command beside it prints."""
+    words = shlex.split(SIZES)
+    options = words[words.index("--gpu-memory") :]
+    assert words[: len(words) - len(options)] == ["plan", "1B", "3B", "7B", "13B", "30B", "70B"]
+    # A table has a row for each of several models.
+    main(["plan", *sizes, *sizes, *options])
+    head, line, *rows = capsys.readouterr().out.splitlines()
+    assert f"{head}\n{line}\n" in README
+    for row in rows:
+        assert row in README.splitlines()
+
+
+TRANSFORMERS = page("docs/transformers.md")
+
+
+@pytest.mark.long
+def test_the_page_on_transformers(page_folder: Path) -> None:
+    """Models are fine-tuned, resumed, exported and loaded by transformers alone; the resumed training ends the same."""
+    scripts, commands = scripts_in(TRANSFORMERS), commands_in(TRANSFORMERS)
+    assert len(scripts) == 4 and len(commands) == 1
+    (page_folder / "page.py").write_text("\n".join(scripts))
+    run_python(page_folder, "page.py")
+    assert main(shlex.split(commands[0])) == 0
+    names = ("my-model", "my-model-tuned", "my-model-resumed", "my-model-exported", "my-model-accelerated")
+    before, tuned, resumed, exported, looped = run_python(page_folder, "-c", LOADED, *names).splitlines()
+    assert tuned == resumed == exported and len({before, tuned, looped}) == 3
+    assert {file.name for file in (page_folder / "my-adapters").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert not list((page_folder / "nvme").iterdir()), "state stayed on storage"
+
+
+STRATEGY, PAUSE, GPU, LOOP = scripts_in(page("docs/activations.md"))
+
+
+class Model(torch.nn.Linear):
+    """A model whose forward returns a loss."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().forward(batch).square().mean()
+
+
+def test_the_page_on_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All Trainers can be made as they are written."""
+    found: list[ActivationOffload] = []
+    monkeypatch.setattr("lightning.pytorch.Trainer", lambda *, strategy: found.append(strategy._settings.activations))
+    exec(STRATEGY, {})
+    exec(GPU, {})
+    settings = [{}, {"budget_bytes": "8GB"}, {"host_bytes": "48GB"}]
+    assert found == [ActivationOffload(**each) for each in settings]
+    exec(PAUSE, names := {"f": torch.sin, "x": torch.zeros(())})
+    assert names["slope"] == 1  # the gradient of a function, taken within the pause
+
+
+def test_a_loop_with_activations(tmp_path: Path) -> None:
+    """It trains to the same parameters as a loop without offloading."""
+    loader = list(torch.randn(3, 50, 40, generator=torch.Generator().manual_seed(0)))
+    trained = []
+    for script in (LOOP, LOOP.replace("with activations.forward(batch):", "if True:")):
+        torch.manual_seed(0)
+        model = Model(40, 30)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exec(
+            script.replace("/mnt/nvme", str(tmp_path)).replace('budget_bytes="8GB"', "keep=0, min_bytes=1"),
+            names := {"model": model, "loader": loader, "optimizer": optimizer},
+        )
+        trained.append((model.weight.detach(), names["activations"].traffic().offloaded_bytes > 0))
+    (offloaded, has_moved), (plain, has_moved_plain) = trained
+    assert has_moved and not has_moved_plain
+    assert torch.equal(offloaded, plain)

@@ -1,0 +1,206 @@
+"""No bit of a training depends on where its state, parameters, gradients and activations lie, or on what overlaps.
+
+A row of the table trains a recipe with some settings. The same recipe is trained once with all in memory, no overlap
+and one folder; losses, validation, skipped steps, loss scale, step counts and masters are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity.pipeline import handler
+from tests.helpers.models import Recipe
+from tests.helpers.offloaded import EVERYTHING
+from tests.helpers.unnamed import unnamed_files
+from tests.pipeline.wandering import Wandering
+from tests.training.test_overlap import CASES, NVME, SMALL_RING, assert_same, result
+from tests.training.worker import Run, launch
+
+RECIPES: dict[str, tuple[Recipe, dict[str, Any], dict[str, Any]]] = {
+    **{name: (dataclasses.replace(CASES[name][0], width=64, depth=2), CASES[name][1], {}) for name in CASES},
+    "all budgets": (
+        Recipe(precision="bf16-true", width=64, clip=0.3, groups=True, scheduler="step", max_steps=20),
+        {"state_format": "bf16"},
+        {},
+    ),
+    "added in bf16": (
+        Recipe(precision="bf16-true", width=64, accumulate=4, groups=True, skip_side_at=(1,), max_steps=4),
+        {},
+        {"accumulate_in": "parameters"},
+    ),
+}
+BUCKET = {"reduce_bucket_size": 4000}  # gradients leave during backward
+BUDGET = {"gradient_bytes": 192 << 10}
+CACHE = {"dram_cache_bytes": 100_000}
+OFFLOAD_ALL = {"activations": EVERYTHING}
+
+
+def run_of(root: Path, name: str, *, overlap: str = "none", transfer: Any = None, **settings: Any) -> Run:
+    """Return a run of a recipe: settings are those of the strategy, and ``folders``, ``save_at`` and ``resume``."""
+    recipe, options, of_recipe = RECIPES[name]
+    zero = {**BUCKET, **settings.pop("zero", {})}
+    return Run(
+        out=str(root),
+        recipe=recipe,
+        delays=None if overlap == "none" else 1,
+        delay_us=500,
+        storage=[str(root / f"disk{index}") for index in range(settings.pop("folders", 1))],
+        save_at=settings.pop("save_at", ()),
+        resume=settings.pop("resume", None),
+        transfer={**SMALL_RING, **of_recipe, **(transfer or {})},
+        options={**options, "overlap": overlap, "zero": zero, **settings},
+    )
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return a function that trains a recipe once in memory."""
+    known: dict[str, Any] = {}
+
+    def trained(name: str) -> Any:
+        if name not in known:
+            options = {**RECIPES[name][1], "zero": BUCKET, "overlap": "none"}
+            root, transfer = tmp_path_factory.mktemp("straight"), {**SMALL_RING, **RECIPES[name][2]}
+            known[name] = result(Run(out=str(root), recipe=RECIPES[name][0], transfer=transfer, options=options))
+        return known[name]
+
+    return trained
+
+
+def assert_used(strategy: Any, run: Run) -> None:
+    """Assert that what the settings ask for did happen, so that the comparison means something."""
+    traffic, optimizer = strategy.traffic(), strategy.optimizers[0]
+    if "activations" in run.options:
+        assert traffic.activation_read_bytes > 0
+    if "gradient_bytes" in run.transfer:
+        assert optimizer.rank_state.arena.counters().written_bytes > 0
+    if "dram_cache_bytes" in run.transfer:
+        assert traffic.cached_read_bytes > 0
+    if run.options["zero"].get("offload_param", {}).get("device") == "nvme":
+        assert strategy.parameter_bytes > 0
+
+
+def num_updating() -> int:
+    """Return how many threads of this process update."""
+    return sum(path.read_text() == "smart-inf-cpu\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+
+class Counting(Wandering):
+    """A balance that counts how often it was asked to move tasklets."""
+
+    asked = 0
+
+    def better(self, counts: Any) -> Any:
+        Counting.asked += 1
+        return super().better(counts)
+
+
+def nvme(zero: dict[str, Any] | None = None, **offload: Any) -> dict[str, Any]:
+    return {**NVME, **(zero or {}), "offload_param": {"device": "nvme", **offload}}
+
+
+# Each setting has a row of its own or with others that do not hide it; overlaps, precisions and places are paired.
+ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("32-true", {"overlap": "forward", "save_at": (2,), "then": {"overlap": "forward"}}),
+    ("32-true", {"overlap": "backward"}),
+    ("32-true", {**OFFLOAD_ALL}),
+    ("32-true", {"transfer": BUDGET}),
+    ("32-true", {"zero": nvme({"sub_group_size": 3000}), "save_at": (2,), "then": {}}),
+    ("32-true", {"zero": {"overlap_comm": True, "sub_group_size": 3000}, "save_at": (2,), "then": {"zero": nvme()}}),
+    ("32-true", {"zero": {"reduce_bucket_size": 10**16}}),
+    (
+        "32-true",
+        {
+            "transfer": {"dram_cache_bytes": 1 << 30, "durability": "none"},
+            "save_at": (2,),
+            "then": {"transfer": {"dram_cache_bytes": 1 << 30, "durability": "none"}},
+        },
+    ),
+    ("32-true", {"folders": 2, "save_at": (2,), "then": {"folders": 3}}),
+    ("bf16-mixed", {"overlap": "forward", "zero": {"offload_param": {"device": "cpu", "pin_memory": True}}}),
+    ("bf16-mixed", {"overlap": "backward", "transfer": BUDGET}),
+    ("bf16-mixed", {"overlap": "backward", "transfer": CACHE, "folders": 2}),
+    ("bf16-mixed", {"overlap": "forward", "transfer": {"durability": "none"}, "folders": 3}),
+    ("bf16-mixed", {"overlap": "backward", "transfer": {"compute_threads": 3}, **OFFLOAD_ALL}),
+    ("bf16-mixed", {"overlap": "forward", "zero": nvme({"sub_group_size": 3000}, max_in_cpu=9000)}),
+    ("bf16-mixed", {"transfer": CACHE, "zero": nvme({"overlap_comm": True}, pin_memory=False)}),
+    ("bf16-mixed", {"zero": nvme({"stage3_max_reuse_distance": 10**9}, buffer_count=100)}),
+    ("nvme", {"overlap": "forward", "zero": nvme(), **OFFLOAD_ALL}),
+    ("nvme", {"overlap": "backward", "zero": nvme(), "transfer": {"durability": "none", "direct_io": "off"}}),
+    ("16-mixed", {"overlap": "forward", "zero": nvme()}),
+    ("16-mixed", {"overlap": "backward"}),
+    ("all budgets", {"overlap": "auto"}),
+    (
+        "all budgets",
+        {
+            "overlap": "auto",
+            "transfer": {"gradient_bytes": 200_000, "parameter_bytes": 200_000},
+            "zero": {"offload_param": {"device": "nvme"}},
+            **OFFLOAD_ALL,
+        },
+    ),
+    ("added in bf16", {"overlap": "backward", "transfer": {"gradient_bytes": 96 << 10}}),
+]
+
+
+@pytest.mark.usefixtures("activations_as_asked")
+@pytest.mark.parametrize(("name", "settings"), ROWS, ids=lambda value: value if isinstance(value, str) else "")
+def test_same_bits(
+    name: str, settings: dict[str, Any], straight: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accumulation, clipping, skipped steps, unused, frozen and odd parameters; and ``then`` from its checkpoint."""
+    monkeypatch.setattr(handler, "Balance", Counting)  # tasklets change folders in every step
+    before, settings = Counting.asked, dict(settings)
+    then = settings.pop("then", None)
+    run = run_of(tmp_path / "first", name, **settings)
+    threads: list[int] = []
+
+    def look(strategy: Any) -> None:
+        assert_used(strategy, run)
+        threads.append(num_updating())
+
+    assert_same(result(run, look=look), straight(name))
+    assert not list(tmp_path.rglob("*.bin")) and not unnamed_files(tmp_path)
+    assert threads[0] - num_updating() == run.transfer.get("compute_threads", threads[0] - num_updating())
+    assert len(run.storage or ()) == 1 or Counting.asked >= before + run.recipe.max_steps
+    if then is not None:
+        resumed = run_of(tmp_path / "then", name, **then, resume=str(tmp_path / "first" / "step-2.ckpt"))
+        (losses, _, extra), masters = result(resumed)
+        (expected_losses, _, expected), expected_masters = straight(name)
+        assert losses == expected_losses[2:] and extra["steps"] == expected["steps"]
+        assert all(torch.equal(masters[name], expected_masters[name]) for name in expected_masters)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """Ranks with updates, budgets and files of their own skip a step together, and resume each other's checkpoints."""
+    recipe = dataclasses.replace(
+        CASES["bf16-mixed"][0], validate=False, nan_rank=1, epoch_batches=32, width=64, frozen=True, odd=True
+    )
+    partly = nvme({"sub_group_size": 9000}, max_in_cpu=20_000)
+    settings: dict[str, dict[str, Any]] = {
+        "straight": {"save_at": (2,)},
+        "forward": {"overlap": "forward"},
+        "budget": {"overlap": "backward", "transfer": {"gradient_bytes": 160 << 10}},
+        "activations": {"overlap": "backward", **OFFLOAD_ALL},
+        "partly on storage": {"zero": partly},
+        "resumed on storage": {"zero": partly, "resume": str(tmp_path / "straight" / "step-2.ckpt")},
+    }
+    runs = {
+        name: dataclasses.replace(
+            run_of(tmp_path / name, "bf16-mixed", **of_run), recipe=recipe, devices=2, storage=None
+        )
+        for name, of_run in settings.items()
+    }
+    expected, *outcomes = launch(*runs.values())
+    assert expected.extra["skipped"] == [2]
+    for name, outcome in zip([*runs][1:], outcomes, strict=True):
+        first = 0 if runs[name].resume is None else 2 * recipe.accumulate
+        assert outcome.losses == expected.losses[first:], name
+        assert outcome.extra["steps"] == expected.extra["steps"] and outcome.masters.keys() == expected.masters.keys()
+        assert all(torch.equal(outcome.masters[key], expected.masters[key]) for key in expected.masters), name
