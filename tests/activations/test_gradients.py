@@ -131,7 +131,7 @@ def offloaded_by_step(
             last = activations._last
             assert last is not None
             if seconds is not None:
-                last.began = last.first_use = last.held_up_seconds = 0.0
+                last.began = last.first_use = last.held_up_seconds = last.hook_seconds = 0.0
                 last.ended = last.last_use = seconds(last.limit // x.nbytes) / 2
             last.waited_seconds = 1e3 * waits(offloaded[-1])
         return offloaded
