@@ -75,7 +75,8 @@ def test_stopping_waits_for_what_runs(tmp_path: Path, emulated_cards: EmulatedCa
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("hang", skipped=1)
-        state.submit(runs_of(np.zeros(NUMEL, np.float32)), [STEP])
+        parameter = np.zeros(NUMEL, np.float32)  # the card may write it until the end
+        state.submit(runs_of(parameter), [STEP])
         emulated_cards.wait_for("run-hung")
         completed: list[int] = []
 
@@ -99,7 +100,8 @@ def test_stopping_with_an_abandoned_run(tmp_path: Path, emulated_cards: Emulated
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("hang")
-        state.submit(runs_of(np.zeros(NUMEL, np.float32)), [STEP])
+        parameter = np.zeros(NUMEL, np.float32)  # the card may write it until the end
+        state.submit(runs_of(parameter), [STEP])
         emulated_cards.wait_for("run-hung")
         state.pipeline.stop()
         assert state.pipeline.busy
