@@ -77,7 +77,10 @@ def test_no_jobs(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_verify(tmp_path: Path, cli: Cli) -> None:
-    """Every dead job is read and called whole or damaged; the status tells, and JSON. --job leaves the others out."""
+    """Each ended job is read and reported as whole or damaged, also in JSON; one damaged job makes the exit status 1.
+
+    With --job only that job is read.
+    """
     left(tmp_path, job="whole")
     assert "whole" in cli("jobs", tmp_path, "--verify", "--quiet").out.splitlines()[1].split()
     damage(left(tmp_path, job="damaged"))

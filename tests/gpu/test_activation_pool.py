@@ -390,7 +390,7 @@ def test_what_is_no_step(tmp_path: Path, clock: Clock, other: str) -> None:
 
 @pytest.mark.usefixtures("all_but_one")
 def test_forwards_without_a_batch_are_not_compared(tmp_path: Path, clock: Clock) -> None:
-    """Nobody knows then whether they are alike."""
+    """Without a batch, the sizes of two forwards cannot be compared, so neither can their times."""
     with opened(tmp_path, AUTO) as offloaded:
         for number in range(12):
             had, loss = run(offloaded, tiny_chain, x=tiny())

@@ -21,7 +21,7 @@ def mean_square(*outputs: torch.Tensor) -> torch.Tensor:
 
 
 class Stack(HardModule):
-    """A layer in front and one behind; subclasses put what is hard between them, with a layer or without."""
+    """Two linear layers. Subclasses run their unusual structure between them, with a third layer or without."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,9 +44,9 @@ class System:
             (self.root / file).parent.mkdir(parents=True, exist_ok=True)
             (self.root / file).touch()
 
-    def add_apt(self, *paths: Path | None) -> None:
-        """Add an apt-get whose packages hold these files, or which can install nothing."""
-        install = "".join(f"\nmkdir -p {path.parent}; touch {path}; chmod +x {path}" for path in paths if path)
+    def add_apt(self, *paths: Path) -> None:
+        """Add an apt-get whose packages hold these files; without files it fails to install."""
+        install = "".join(f"\nmkdir -p {path.parent}; touch {path}; chmod +x {path}" for path in paths)
         self.add("apt-get", f'echo "apt-get $*"\n[ "$1" = install ] || exit 0{install}{"" if paths else "; exit 1"}')
 
     def run(self, script: str, argument: str | Path) -> tuple[int, str]:

@@ -170,7 +170,7 @@ def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("end", ["commit", "roll_back"])
 def test_threads_end_with_their_steps(tmp_path: Path, end: str) -> None:
-    """No thread of a step is left, and calls after its end return at once, as nobody answers them."""
+    """After a step has ended, none of its threads is left, and further calls return at once."""
     with running(tmp_path, SMALL_RING) as run:
         run.handler.begin_step(run.collect(1))
         step = run.handler.step

@@ -95,7 +95,10 @@ FILES: dict[str, tuple[Callable[[bytes, Random], bytes], str]] = {
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.filterwarnings("ignore")  # of older generations
 def test_files_of_a_store(name: str, seconds: float, store: Path, attack: Attack) -> None:
-    """A store is recovered whose file was changed, many under right checksums. The lock of a leftover stops nobody."""
+    """A store with one changed file is recovered or refused; many changes have right checksums.
+
+    A lock file that an earlier process left stops no one.
+    """
     change, what = FILES[name]
     originals = {file.name: file.read_bytes() for file in store.iterdir()}
 

@@ -191,7 +191,7 @@ PIPES = {
 
 @pytest.mark.parametrize("name", PIPES)
 def test_a_pipe_in_place_of_a_file(name: str, checkpoints: Path, attack: Attack) -> None:
-    """Every door refuses it by our error: who opened it would wait for ever."""
+    """Every reader refuses it by our error, as opening it would wait for ever."""
     kind, door, read = PIPES[name]
     names = [*read, "latest"] if name == "fit" else read
     files = [file for file in (*few_files_in(checkpoints / kind), checkpoints / kind / "latest") if file.name in names]
@@ -208,7 +208,7 @@ def test_a_pipe_in_place_of_a_file(name: str, checkpoints: Path, attack: Attack)
 
 
 def test_pipes_that_are_opened_directly(tmp_path: Path) -> None:
-    """So are pipes among the files of a model, and the error says what lies there."""
+    """A pipe among the files of a model is refused, and the error says that it is a pipe."""
     for name in ("file.pt", "config.json", "model.safetensors", "trainer_state.json"):
         os.mkfifo(tmp_path / name)
     readers: list[Callable[[], object]] = [

@@ -225,7 +225,7 @@ def test_a_link_that_is_running_or_was_killed(tools: Tools) -> None:
 
 
 def test_what_was_built_is_gone_or_out_of_date(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage whose file somebody has deleted is no longer done.
+    """A stage whose file was deleted is no longer done.
 
     If sources change while a link runs, the xclbin is of the sources before, so that the run after it links again.
     """

@@ -27,7 +27,7 @@ def addresses(machine: Machine, *folders: str, devices: Sequence[int | str] | No
 
 
 def smartssds(number: int) -> Callable[[Machine], None]:
-    """Return a function that adds SmartSSDs behind one switch, and a plain SSD beside them."""
+    """Return a function that adds SmartSSDs below one PCIe switch, and an ordinary SSD elsewhere."""
 
     def build(machine: Machine) -> None:
         for each in range(number):

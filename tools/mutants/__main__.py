@@ -84,7 +84,7 @@ def choose(given: argparse.Namespace) -> None:
     sites = list(_sites(given))
     index, rng = Index(sites), random.Random(given.seed)
     python, native = ([site for site in sites if site.file.endswith(".py") == wanted] for wanted in (True, False))
-    chosen = [*index.choose(given.python, rng, python), *index.choose(given.cpp, rng, native)]
+    chosen = [*index.choose(given.cpp, rng, native), *index.choose(given.python, rng, python)]
     _write(given, [site.record() for site in chosen])
 
 
@@ -104,7 +104,7 @@ def keep(given: argparse.Namespace) -> None:
     known = SuiteMap.load(given.map, _commit(given))
     records = _records(given)
     python = [one for one in records if _is_python(one) and one["id"] in known.reached]
-    _write(given, [*python[: given.python], *(one for one in records if not _is_python(one))])
+    _write(given, [*(one for one in records if not _is_python(one)), *python[: given.python]])
 
 
 def run(given: argparse.Namespace) -> None:

@@ -43,20 +43,16 @@ class SuiteMap:
         path.write_bytes(gzip.compress(json.dumps(asdict(self)).encode()))
 
     def learn(self, events: Iterable[dict[str, object]]) -> dict[str, int]:
-        """Add the tests that passed, and return the number of each by its name."""
+        """Keep the tests that passed, and return the number of each by its name."""
         times: defaultdict[str, float] = defaultdict(float)
         wrong = set()
         for event in events:
             times[str(event["test"])] += float(str(event["seconds"]))
             if event["outcome"] not in ("started", "passed"):
                 wrong.add(event["test"])
-        numbers = {name: number for number, name in enumerate(self.tests)}
-        for name in times:
-            if name not in wrong and name not in numbers:
-                numbers[name] = len(self.tests)
-                self.tests.append(name)
-                self.seconds.append(round(times[name], 3))
-        return {name: number for name, number in numbers.items() if name not in wrong}
+        self.tests = [name for name in times if name not in wrong]
+        self.seconds = [round(times[name], 3) for name in self.tests]
+        return {name: number for number, name in enumerate(self.tests)}
 
     def tests_of(self, site: Site) -> list[str]:
         """Return the tests that reach a mutant, so that the first ones differ.
@@ -102,4 +98,4 @@ class SuiteMap:
                 mutant, _, test = line.rpartition(" (")[0].partition(" ")
                 if (site := sites[int(mutant)]) and test in numbers:
                     reached[site.id].add(numbers[test])
-        self.reached |= {name: self._ordered(tests) for name, tests in reached.items()}
+        self.reached = {name: self._ordered(tests) for name, tests in reached.items()}
