@@ -1,8 +1,7 @@
 """Measures what the tests find, by mutants: small changes of the code that some test has to fail for.
 
-    python -m tools.mutants choose --seed 1 --mutants MUTANTS      # more than are wanted
+    python -m tools.mutants choose --seed 1 --mutants MUTANTS
     python -m tools.mutants map --map MAP --mutants MUTANTS        # runs the tests: which of them reach which mutant
-    python -m tools.mutants keep --map MAP --mutants MUTANTS       # of those in Python, some that tests reach
     python -m tools.mutants run --map MAP --mutants MUTANTS --out RESULTS
     python -m tools.mutants compare BEFORE AFTER              # two files of results; 1 if fewer mutants are caught
 
@@ -61,13 +60,11 @@ def _parser() -> argparse.ArgumentParser:
 
     choosing = command(choose, "mutants")
     choosing.add_argument("--seed", type=int, required=True)
-    choosing.add_argument("--python", type=int, default=360, help="mutants in Python (default: 360)")
+    choosing.add_argument("--python", type=int, default=120, help="mutants in Python (default: 120)")
     choosing.add_argument("--cpp", type=int, default=30, help="mutants in C++ (default: 30)")
     mapping = command(map, "map", "mutants")
     mapping.add_argument("-n", type=int, default=4, help="processes of pytest (default: 4)")
     mapping.add_argument("tests", nargs="*", help="folders or files (default: all)")
-    keeping = command(keep, "map", "mutants")
-    keeping.add_argument("--python", type=int, default=120, help="mutants in Python (default: 120)")
     running = command(run, "map", "mutants", "out")
     running.add_argument("--only", nargs="+", help="ids")
     running.add_argument("-n", type=int, default=1, help="mutants at a time (default: 1)")
@@ -85,7 +82,8 @@ def choose(given: argparse.Namespace) -> None:
     index, rng = Index(sites), random.Random(given.seed)
     python, native = ([site for site in sites if site.file.endswith(".py") == wanted] for wanted in (True, False))
     chosen = [*index.choose(given.cpp, rng, native), *index.choose(given.python, rng, python)]
-    _write(given, [site.record() for site in chosen])
+    given.mutants.write_text(json.dumps([site.record() for site in chosen], indent=1) + "\n")
+    _say(f"{len(chosen)} mutants")
 
 
 def map(given: argparse.Namespace) -> None:
@@ -97,14 +95,6 @@ def map(given: argparse.Namespace) -> None:
     known.add(scratch, sites, [*spread, *given.tests])
     known.save(given.map)
     _say(f"{len(known.tests)} tests passed and reach {len(known.reached)} of {len(sites)} mutants")
-
-
-def keep(given: argparse.Namespace) -> None:
-    """Keep mutants: the first ones in Python that tests reach, and all in C++."""
-    known = SuiteMap.load(given.map, _commit(given))
-    records = _records(given)
-    python = [one for one in records if _is_python(one) and one["id"] in known.reached]
-    _write(given, [*(one for one in records if not _is_python(one)), *python[: given.python]])
 
 
 def run(given: argparse.Namespace) -> None:
@@ -144,11 +134,6 @@ def _found(given: argparse.Namespace) -> list[Site | None]:
     """Return the site of each mutant of the file, or None if it is gone."""
     index = Index(_sites(given))
     return [index.find(record) for record in _records(given)]
-
-
-def _write(given: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    given.mutants.write_text(json.dumps(records, indent=1) + "\n")
-    _say(f"{len(records)} mutants")
 
 
 def _note(out: Path, record: dict[str, Any], told: dict[str, Any]) -> None:

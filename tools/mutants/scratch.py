@@ -83,10 +83,7 @@ class Scratch:
             Numbers of the mutants that the compiler refuses.
         """
         sites = [site if site and not site.file.endswith(".py") else None for site in sites]
-        # Those in Python come last and are no part of the build: it stays when fewer of them are kept.
-        while sites and sites[-1] is None:
-            sites.pop()
-        if not sites:
+        if not any(sites):
             self.prepare()
             return set()
         stamp = self.folder / "build/mutants.json"
