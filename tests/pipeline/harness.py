@@ -65,6 +65,7 @@ class Case:
     compression: GradientCodec | None = None
     rank: int = 0
     job_id: bytes = bytes(16)  # so that two runs write the same bytes
+    all_active: bool = False  # every parameter has a gradient at every step
     shapes: tuple[tuple[int, int, int, int], ...] = SHAPES
 
     def but(self, **changes: Any) -> Case:
@@ -268,12 +269,23 @@ def first_partition(layout: PartitionLayout, case: Case) -> list[torch.Tensor]:
 
 
 def gradient_of(case: Case, parameter: int, step: int) -> torch.Tensor | None:
-    """Return a gradient, or None for every third parameter, a different third at each step."""
-    if (parameter + step) % 3 == 0:
+    """Return a gradient, or None for every third parameter, a different third at each step, unless all are active."""
+    if (parameter + step) % 3 == 0 and not case.all_active:
         return None
     numel, padding = case.shapes[parameter][:2]
     values = np.random.default_rng((step, parameter)).standard_normal(numel - padding, np.float32)
     return torch.from_numpy(values)
+
+
+def everything(plan: StepPlan) -> StepPlan:
+    """Return what is known of a step before its last gradients have come."""
+    return replace(plan, active=np.ones_like(plan.active))
+
+
+def complete_tasklets(run: Run, plan: StepPlan) -> list[int]:
+    """Return the tasklets whose parameters are all active."""
+    inactive = [run.layout.tasklets_of(slice(index, index + 1)) for index in np.flatnonzero(~plan.active)]
+    return sorted(set(range(len(run.layout.tasklets))).difference(*inactive))
 
 
 def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:

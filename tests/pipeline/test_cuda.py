@@ -8,7 +8,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +17,23 @@ import torch
 from lightning_smartinfinity.errors import CudaError, StorageError
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
-from lightning_smartinfinity.pipeline.parameters.cuda import link_to
+from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.settings import BlockScaled, GradientCodec, TopK
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 from tests.pipeline.fake_link import CudaRun, FakeLink
-from tests.pipeline.harness import SCALE, Case, Run, assert_equal, gradient_of, layout_of, running, schedule
+from tests.pipeline.harness import (
+    SCALE,
+    Case,
+    assert_equal,
+    everything,
+    gradient_of,
+    layout_of,
+    running,
+    schedule,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Two buffers serve eleven tasklets, some with many parameters, so every slot is reused many times.
@@ -89,16 +97,21 @@ def test_steps_and_rollbacks_give_the_bits_of_the_host(
 
 @pytest.mark.parametrize(("dtype", "read_bytes"), [(torch.float32, 8), (torch.bfloat16, 12)])
 def test_fp32_parameters_on_the_device_are_the_masters(
-    start: Callable[[Case], CudaRun], dtype: torch.dtype, read_bytes: int
+    start: Callable[[Case], CudaRun], link: FakeLink, dtype: torch.dtype, read_bytes: int
 ) -> None:
-    """An fp32 partition on the device is the master, as in host memory, so only the moments are read."""
+    """An fp32 partition on the device is the master, as in host memory, so only the moments are read.
+
+    Copies come after what the user's stream still writes to parameters.
+    """
     run = start(Case(dtype=dtype, shapes=((20_480, 0, 0, 0),)))
     before = run.handler.traffic()
     run.step(1)
     blocks = 5 * 4096
     assert run.handler.traffic().shared_read_bytes - before.shared_read_bytes == read_bytes * 20_480 + blocks
-    run.partition[0][:] = 3.0
-    run.handler.begin_step(run.collect(2))
+    plan, written = run.collect(2), torch.full_like(run.partition[0], 3.0)
+    kernel = link.fake.kernel
+    kernel(link.user_stream, *(each.view(torch.float32).numpy() for each in (run.partition[0], written)), us=30_000)
+    run.handler.begin_step(plan)
     run.handler.commit()
     is_master = bool((run.partition[0] - 3.0).abs().max() < 0.5)
     assert is_master == (dtype == torch.float32)
@@ -121,18 +134,6 @@ def test_copies_and_the_users_stream_are_in_order(start: Callable[[Case], CudaRu
     link.fake.wait(link.user_stream)
     assert torch.equal(torch.cat(seen_before), before) and torch.equal(torch.cat(run.partition), before)
     assert torch.equal(torch.cat(seen), torch.cat(stepped.partition)) and not torch.equal(torch.cat(seen), before)
-
-
-def test_copies_run_after_what_the_users_stream_still_writes(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
-    """An fp32 parameter that is about to be written is the master that the step updates."""
-    run = start(Case(dtype=torch.float32))
-    plan = run.collect(1)
-    values = [torch.full_like(tensor, 3.0) for tensor in run.partition]
-    for tensor, written in zip(run.partition, values, strict=True):
-        link.fake.kernel(link.user_stream, tensor.numpy(), written.numpy(), us=30_000)
-    run.handler.begin_step(plan)
-    run.handler.commit()
-    assert all((tensor - 3.0).abs().max() < 0.5 for tensor in run.partition)
 
 
 def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
@@ -200,6 +201,27 @@ def test_a_later_gradient_waits_for_the_stream_of_the_first(link: FakeLink) -> N
     arena.close()
 
 
+def begun_within_backward(run: CudaRun, number: int) -> StepPlan:
+    """Begin a step before its gradients have come."""
+    run.arena.reset()
+    schedule(run.optimizer, number)
+    plan = everything(run.plan())
+    run.handler.begin_incremental(plan)
+    return plan
+
+
+def send_all(run: CudaRun, number: int) -> None:
+    """Let all gradients of a step come, of which no parameter lacks one."""
+    for index in range(len(run.parameters)):
+        run.send(index, whole_gradient(run, index, number))
+
+
+def whole_gradient(run: CudaRun, parameter: int, number: int) -> torch.Tensor:
+    gradient = gradient_of(run.case, parameter, number)
+    assert gradient is not None
+    return gradient * SCALE
+
+
 def backward_on(run: CudaRun, number: int, random: np.random.Generator) -> Iterator[list[int]]:
     """Let a step's gradients arrive in a random order, from several streams; yield the tasklets that each completes.
 
@@ -209,7 +231,7 @@ def backward_on(run: CudaRun, number: int, random: np.random.Generator) -> Itera
     for index in map(int, random.permutation(len(run.parameters))):
         if random.random() < 0.3:
             run.link.use_other_stream()
-        computed = run.link.on_device(_whole_gradient(run, index, number))
+        computed = run.link.on_device(whole_gradient(run, index, number))
         run.arena.arrive(index, run.link.copy(computed, us=int(random.integers(3_000))))
         complete = []
         for tasklet in run.layout.tasklets_of(slice(index, index + 1)):
@@ -217,23 +239,6 @@ def backward_on(run: CudaRun, number: int, random: np.random.Generator) -> Itera
             if missing[tasklet] == 0:
                 complete.append(tasklet)
         yield complete
-
-
-def _whole_gradient(run: Run, parameter: int, number: int) -> torch.Tensor:
-    gradient = gradient_of(run.case, parameter, number)
-    return torch.zeros(run.layout.parameters[parameter].real_numel) if gradient is None else gradient * SCALE
-
-
-def _stepped_on_host(folder: Path, case: Case, num_steps: int) -> dict[str, torch.Tensor]:
-    with running(folder, case) as run:
-        for number in range(num_steps):
-            run.arena.reset()
-            schedule(run.optimizer, number)
-            for index in range(len(run.parameters)):
-                run.arena.arrive(index, _whole_gradient(run, index, number))
-            run.handler.begin_step(run.plan())
-            run.handler.commit()
-        return run.state()
 
 
 @pytest.mark.parametrize("home", ["device", "host", "staged"])
@@ -244,17 +249,16 @@ def test_updates_within_backward_give_the_bits_of_the_host(
     tmp_path: Path, link: FakeLink, fake_cuda: FakeCuda, home: str, dtype: torch.dtype, seed: int
 ) -> None:
     """Tasklets are added while their gradients still travel and the device still uses the parameters."""
-    case = SMALL_RING.but(dtype=dtype, cache_bytes=200_000 * (seed % 2), staged=home == "staged")
-    expected = _stepped_on_host(tmp_path / "host", case, 3)
+    case = SMALL_RING.but(dtype=dtype, cache_bytes=200_000 * (seed % 2), staged=home == "staged", all_active=True)
+    with running(tmp_path / "host", case) as host:
+        host.steps(range(3))
+        expected = host.state()
     random, run = np.random.default_rng(seed), CudaRun(tmp_path / "device", case, link, on_device=home == "device")
     fake_cuda.delay(seed, 500)
     inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
     for number, is_taken in ((0, False), (0, True), (1, True), (2, False), (2, True)):
         before = run.state()
-        run.arena.reset()
-        schedule(run.optimizer, number)
-        plan = replace(run.plan(), active=np.ones(len(run.parameters), np.bool_))
-        run.handler.begin_incremental(plan)
+        plan = begun_within_backward(run, number)
         seen = [run.link.copy(tensor, us=5_000) for tensor in run.partition if dtype == torch.float32]
         for complete in backward_on(run, number, random):
             if complete:
@@ -273,15 +277,12 @@ def test_updates_within_backward_give_the_bits_of_the_host(
 
 def test_an_update_waits_for_every_stream(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
     """Nothing of a tasklet is computed, and no parameter changes, as long as a stream is busy that may use it."""
-    run = start(Case())
-    schedule(run.optimizer, 1)
-    plan = replace(run.plan(), active=np.ones(len(run.parameters), np.bool_))
+    run = start(Case(all_active=True))
     before = [tensor.clone() for tensor in run.partition]
-    run.handler.begin_incremental(plan)
+    plan = begun_within_backward(run, 1)
     busy = link.fake.gate(link.user_stream)
     link.use_other_stream()  # on which gradients are copied
-    for index in range(len(run.parameters)):
-        run.arena.arrive(index, link.on_device(_whole_gradient(run, index, 1)))
+    send_all(run, 1)
     run.handler.step.extend(list(range(len(run.layout.tasklets))))
     assert run.handler.step.complete(plan)
     computed = run.handler.traffic().compute_seconds
@@ -309,15 +310,11 @@ def test_a_stream_that_is_used_no_more_is_not_asked(link: FakeLink) -> None:
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventSynchronize", "cuEventCreate"])
 def test_a_failure_within_backward(start: Callable[[Case], CudaRun], link: FakeLink, call: str) -> None:
     """The step fails by the driver's error, is rolled back, and can be repeated."""
-    run = start(Case())
+    run = start(Case(all_active=True))
     run.step(0)
     before = run.state()
-    run.arena.reset()
-    schedule(run.optimizer, 1)
-    plan = replace(run.plan(), active=np.ones(len(run.parameters), np.bool_))
-    run.handler.begin_incremental(plan)
-    for index in range(len(run.parameters)):
-        run.arena.arrive(index, link.on_device(_whole_gradient(run, index, 1)))
+    plan = begun_within_backward(run, 1)
+    send_all(run, 1)
     run.arena.synchronize()
 
     def take() -> None:
@@ -334,19 +331,11 @@ def test_a_failure_within_backward(start: Callable[[Case], CudaRun], link: FakeL
     run.step(1)
 
 
-def test_no_step_waits_for_the_device_as_a_whole(
-    start: Callable[[Case], CudaRun], link: FakeLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_step_waits_for_the_device_as_a_whole(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
     """Backward waits for nothing, the norm for one event, and the update for the events of its tasklets.
 
     Parameters of a tasklet that are side by side in memory travel as one copy.
     """
-
-    def refuse(*args: object) -> None:
-        raise AssertionError("a device-wide wait")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    monkeypatch.setattr(torch.cuda.Stream, "synchronize", refuse)
     run = start(SMALL_RING.but(dtype=torch.bfloat16))
     link.fake.clear()
     plan = run.collect(1)
@@ -446,21 +435,6 @@ def test_memory_that_cannot_be_registered_warns_once(tmp_path: Path, link: FakeL
     run.close()
 
 
-def test_everything_is_given_back(tmp_path: Path, fake_cuda: FakeCuda) -> None:
-    """After close() nothing is registered. With the last reference events, streams and the context are released."""
-    before = fake_cuda.held()  # by tests whose device has failed
-    link = FakeLink(fake_cuda)
-    run = CudaRun(tmp_path, Case(), link)
-    run.step(1)
-    assert fake_cuda.held()["registered"] == 2
-    run.close()
-    assert fake_cuda.held()["registered"] == 0
-    link.close()
-    del run, link
-    gc.collect()
-    assert fake_cuda.held() == before
-
-
 @pytest.mark.parametrize(("codec", "registered"), [(TopK(0.1), 1), (TopK(0.1, exact=False), 0), (BlockScaled(), 0)])
 def test_a_residual_that_goes_to_the_device(codec: GradientCodec, registered: int, link: FakeLink) -> None:
     """The residual is registered until it is closed if its device selects the gradients."""
@@ -475,9 +449,14 @@ def test_a_residual_that_goes_to_the_device(codec: GradientCodec, registered: in
     assert link.fake.held()["registered"] == 0
 
 
-def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, link: FakeLink) -> None:
-    """Every copy is within the registered arena or slots, one for each buffer of the ring, which is not registered."""
-    link.fake.clear()
+def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, fake_cuda: FakeCuda) -> None:
+    """Every copy is within the registered arena or slots, one for each buffer of the ring, which is not registered.
+
+    After close() nothing is registered. With the last reference events, streams and the context are released.
+    """
+    before = fake_cuda.held()  # by tests whose device has failed
+    link = FakeLink(fake_cuda)
+    fake_cuda.clear()
     run = CudaRun(tmp_path, SMALL_RING.but(dtype=torch.bfloat16), link)
     run.steps(range(2))
     run.handler.begin_step(run.collect(1))
@@ -489,7 +468,7 @@ def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, link: Fa
     run.close()
     registered: dict[int, int] = {}
     seen, num_copies = [], 0
-    for call, *numbers in map(str.split, link.fake.log()):
+    for call, *numbers in map(str.split, fake_cuda.log()):
         address, nbytes = [*map(int, filter(str.isdigit, numbers)), 0, 0][:2]
         if call == "cuMemHostRegister_v2":
             registered[address] = nbytes
@@ -504,11 +483,7 @@ def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, link: Fa
     assert seen[0] == arena and [size for _, size in seen[1:]] == [whole_blocks(slots_bytes)]
     parameters_bytes = 2 * run.layout.extents.tasklet_numel
     assert parameters_bytes <= slots_bytes / SMALL_RING.num_buffers < parameters_bytes + 4096
-
-
-def test_a_device_without_a_driver_of_its_own() -> None:
-    """The host and devices of other vendors need no CUDA driver."""
-    assert link_to(torch.device("cpu")) is None
-    assert link_to(torch.device("meta")) is None
-    if torch.version.cuda is None:
-        assert link_to(torch.device("cuda", 0)) is None
+    link.close()
+    del run, link
+    gc.collect()
+    assert fake_cuda.held() == before

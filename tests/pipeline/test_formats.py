@@ -42,22 +42,6 @@ def test_neighbours_do_not_change_a_bit(tmp_path: Path, name: str, dtype: torch.
         assert torch.equal(states[2][key][first], states[0][key][first])
 
 
-@every_format
-def test_masters_follow_torch(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """Rounded moments keep masters within a fraction of the learning rate of torch's. Padding stays zero."""
-    with running(tmp_path, Case(dtype=dtype, state_format=name)) as run:
-        for number in range(8):
-            run.step(number)
-            run.optimizer.step()
-        state, moved = run.state(), []
-        for parameter, where in zip(run.parameters, run.layout.parameters, strict=True):
-            end = where.offset + where.real_numel
-            moved.append((state["master"][where.offset : end] - parameter.detach()).abs())
-            padding = slice(end, where.offset + where.numel)
-            assert not state["partition"][padding].any() and not state["exp_avg_sq"][padding].any()
-        assert torch.cat(moved).mean() < (2e-4 if name == "bf16" else 2e-3)
-
-
 def test_formats_that_a_store_is_not_in(tmp_path: Path) -> None:
     """Another format than a store's is refused. One of a newer version is refused by name, and is no damage."""
     run = Run(tmp_path, Case(state_format="int8", num_devices=2))

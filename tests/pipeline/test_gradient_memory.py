@@ -9,45 +9,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity import StorageCorruptError, StorageFullError, UnsupportedError, native
+from lightning_smartinfinity import StorageFullError, UnsupportedError, native
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
 from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
-from tests.helpers.unnamed import unnamed_files
 
 WINDOW = 4096 * 4
 
 
-def layout_of(num_windows: int, *, numel: int = 4096) -> PartitionLayout:
-    """Return a layout with a parameter for each tasklet."""
-    slices = [
-        ParameterSlice(name=str(i), numel=numel, real_numel=numel, group=0, sub_group=0) for i in range(num_windows)
-    ]
+def layout_of_eight() -> PartitionLayout:
+    """Return a layout with a parameter for each of eight tasklets."""
+    slices = [ParameterSlice(name=str(i), numel=4096, real_numel=4096, group=0, sub_group=0) for i in range(8)]
     return build_layout(slices, tasklet_bytes=64 << 10, num_arrays=3, num_devices=1, places_per_tasklet=2)
 
 
-class Update:
-    """An update that uses gradients when it is told to."""
-
-    def __init__(self) -> None:
-        self.awaited: list[int] = []
-
-    def await_use(self, tasklet: int) -> None:
-        self.awaited.append(tasklet)
+@pytest.fixture
+def awaited() -> list[int]:
+    """The windows whose use by an update was waited for."""
+    return []
 
 
 @pytest.fixture
-def update() -> Update:
-    return Update()
-
-
-@pytest.fixture
-def memory(tmp_path: Path, update: Update) -> Iterator[GradientWindows]:
+def memory(tmp_path: Path, awaited: list[int]) -> Iterator[GradientWindows]:
     """Memory for eight windows that holds three."""
     store = TensorStore([tmp_path], job="test", direct_io="auto")
     made = GradientWindows(
-        layout_of(8), torch.float32, budget_bytes=3 * WINDOW, store=store, await_use=update.await_use
+        layout_of_eight(), torch.float32, budget_bytes=3 * WINDOW, store=store, await_use=awaited.append
     )
     yield made
     made.close()
@@ -76,17 +64,12 @@ def test_memory_is_given_back(memory: GradientWindows) -> None:
 
 
 def test_memory_is_given_back_in_granules() -> None:
-    """A granule goes back when none of its blocks is taken, however often one is taken or dropped."""
-    for granule in (0, 4095):
-        with pytest.raises(ValueError, match="whole blocks"):
-            native.GradientMemory(8 * 4096, granule=granule)
+    """A granule goes back when none of its blocks is taken."""
     memory = native.GradientMemory(8 * 4096, granule=2 * 4096)
     tensor = torch.frombuffer(memory.memoryview(), dtype=torch.uint8)
-    for _ in range(2):
-        memory.take(0, 5 * 4096)
+    memory.take(0, 5 * 4096)
     tensor[: 5 * 4096] = 1
-    for _ in range(2):
-        memory.drop(4096, 4096)  # block 0 of the same granule is still taken
+    memory.drop(4096, 4096)  # block 0 of the same granule is still taken
     assert resident_bytes(tensor) == 5 * 4096 and bool((tensor[:4096] == 1).all())
     memory.drop(0, 3 * 4096)
     assert resident_bytes(tensor) == 3 * 4096, "block 3 is still taken"
@@ -136,18 +119,10 @@ def test_several_at_once_go_beyond_the_budget(memory: GradientWindows) -> None:
     assert bool((content(memory, 4) == 1).all())
 
 
-def test_arrivals_are_grouped(memory: GradientWindows) -> None:
-    """Gradients that arrive together are held in groups of a quarter of the budget, or one at a time."""
-    memory.budget_bytes = 8 * WINDOW
-    ranges = [(4096 * window, 4096 * (window + 1)) for window in range(5)]
-    assert [list(group) for group in memory.groups(ranges)] == [[0, 1], [2, 3], [4]]
-    assert [list(group) for group in memory.groups([(0, 4 * 4096), (4 * 4096, 5 * 4096)])] == [[0], [1]]
-
-
 # ---- a step in flight
 
 
-def test_a_window_that_the_update_needs_stays(memory: GradientWindows, update: Update) -> None:
+def test_a_window_that_the_update_needs_stays(memory: GradientWindows, awaited: list[int]) -> None:
     """Before its memory is used for others, it is waited for."""
     for window in range(3):
         fill(memory, window, window)
@@ -155,37 +130,14 @@ def test_a_window_that_the_update_needs_stays(memory: GradientWindows, update: U
     memory.reset()
     assert memory.memory_bytes == 3 * WINDOW and not any(step.is_used for step in steps)
     fill(memory, 5, 5)
-    assert update.awaited == [0]
+    assert awaited == [0]
     fill(memory, 1, 9)
-    assert update.awaited == [0, 1]
-
-
-def test_stored_windows_are_read_by_the_update(memory: GradientWindows) -> None:
-    """The update is told where they are."""
-    for window in range(8):
-        fill(memory, window, window)
-    stored = [memory.of_step(window, last_use=False).is_stored for window in range(8)]
-    assert 5 <= sum(stored) < 8 and not stored[7]
-
-
-def test_a_step_that_was_rolled_back_before_its_gradients_were_given_up(memory: GradientWindows) -> None:
-    """A speculative update leaves all content there; one that gives it up says so."""
-    for window in range(3):
-        fill(memory, window, window)
-    for window in range(3):
-        memory.of_step(window, last_use=False)
-    assert memory.step_rolled_back() is False
-    assert all(torch.equal(content(memory, window), torch.arange(4096) + window) for window in range(3))
-    memory.of_step(1, last_use=True)
-    assert memory.step_rolled_back() is True
-    memory.of_step(1, last_use=True)
-    memory.reset()
-    assert memory.step_rolled_back() is False, "nobody wants it any more"
+    assert awaited == [0, 1]
 
 
 def test_squares_are_known_before_a_gradient_is_given_up(memory: GradientWindows) -> None:
     """A gradient that the core cannot read in one pass is squared when it arrives: later it may be gone."""
-    arena = GradientArena(layout_of(8), memory=memory)
+    arena = GradientArena(layout_of_eight(), memory=memory)
     gradient = torch.ones(4096, 2)[:, 0]
     arena.arrive(0, gradient)
     arena.arrive(0, gradient)
@@ -194,27 +146,6 @@ def test_squares_are_known_before_a_gradient_is_given_up(memory: GradientWindows
     assert arena.take_failure() is None
     arena.gradient(0)
     assert isinstance(arena.take_failure(), UnsupportedError), "it is gone"
-
-
-# ---- storage that fails
-
-
-def test_storage_that_returns_other_bytes(memory: GradientWindows, tmp_path: Path) -> None:
-    """The failure is kept for the step, which all ranks take; the training does not go on with the bytes."""
-    for window in range(8):
-        fill(memory, window, window)
-    extent = memory._places[0].extent
-    (path,) = unnamed_files(tmp_path)
-    with path.open("r+b") as file:
-        file.seek(extent.offset)
-        byte = file.read(1)[0]
-        file.seek(extent.offset)
-        file.write(bytes([byte ^ 1]))
-    content(memory, 0)
-    failure = memory.take_failure()
-    assert isinstance(failure, StorageCorruptError) and memory.is_damaged
-    assert "Gradients" in str(failure) or extent.path in str(failure)
-    assert memory.take_failure() is None
 
 
 def test_no_room_on_storage(memory: GradientWindows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +159,3 @@ def test_no_room_on_storage(memory: GradientWindows, monkeypatch: pytest.MonkeyP
         fill(memory, window, window)
     assert isinstance(memory.take_failure(), StorageFullError)
     assert all(torch.equal(content(memory, window), torch.arange(4096) + window) for window in range(8))
-
-
-def test_the_least_budget() -> None:
-    """It is the windows of the largest parameter, and two more."""
-    slices = [ParameterSlice(name=str(n), numel=n, real_numel=n, group=0, sub_group=0) for n in (100, 9000, 4096, 3)]
-    layout = build_layout(slices, tasklet_bytes=64 << 10, num_arrays=3, num_devices=1, places_per_tasklet=2)
-    assert layout.least_gradient_budget(4) == (3 + 2) * WINDOW
-    empty = build_layout([], tasklet_bytes=64 << 10, num_arrays=3, num_devices=1, places_per_tasklet=2)
-    assert empty.least_gradient_budget(4) == 0

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from lightning_smartinfinity.pipeline.gradients import compressed_gradients
 from lightning_smartinfinity.pipeline.parameters import partitions, staged_submission, staging_buffer, submissions
 from tests.helpers.interrupts import Interrupt
 from tests.helpers.long_cases import long_but
-from tests.pipeline.harness import Case, Run, assert_equal, running
+from tests.pipeline.harness import Case, Run, assert_equal, complete_tasklets, everything, running
 
 MODULES = (
     compressed_gradients,
@@ -66,13 +64,11 @@ def test_opening_tasklets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     with running(tmp_path / "interrupted", CASE) as run, running(tmp_path / "straight", CASE) as straight:
         plan = run.collect(1)
-        inactive = [run.layout.tasklets_of(slice(index, index + 1)) for index in np.flatnonzero(~plan.active)]
-        (tasklet, *_) = set(range(len(run.layout.tasklets))).difference(*inactive)
-        run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
+        run.handler.begin_incremental(everything(plan))
         with monkeypatch.context() as patch:
             patch.setattr(run.device, "submit", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                run.handler.step.extend([tasklet])
+                run.handler.step.extend(complete_tasklets(run, plan)[:1])
         assert not run.handler.step.complete(plan)
         run.handler.roll_back()
         run.step(1)

@@ -33,87 +33,39 @@ def layouts(draw: st.DrawFn) -> PartitionLayout:
     )
 
 
-@given(layouts())
-def test_parameters_and_sub_groups_lie_behind_one_another(layout: PartitionLayout) -> None:
-    """Parameters lie one after the other, and each sub-group covers exactly its parameters."""
-    offset = 0
-    for parameter in layout.parameters:
-        assert parameter.offset == offset
-        offset += parameter.numel
-    assert offset == layout.numel
+@given(layouts(), st.data())
+def test_as_counted_element_by_element(layout: PartitionLayout, data: st.DataObject) -> None:
+    """Offsets, and what lies in tasklets and in ranges, follow from the owner and the tasklet of each element."""
+    numels = [parameter.numel for parameter in layout.parameters]
+    indices, wanted = range(len(numels)), data.draw(st.sets(st.sampled_from(range(len(layout.tasklets) or 1))))
+    owners = np.repeat(indices, numels).astype(int)
+    tasklets = np.repeat(range(len(layout.tasklets)), [tasklet.numel for tasklet in layout.tasklets]).astype(int)
+    assert len(owners) == len(tasklets) == layout.numel
+    assert [parameter.offset for parameter in layout.parameters] == [sum(numels[:index]) for index in indices]
+    for index, tasklet in enumerate(layout.tasklets):
+        assert (tasklet.index, tasklet.offset) == (index, np.searchsorted(tasklets, index))
+        assert tasklet.numel > 0 and (tasklet is layout.tasklets[-1] or tasklet.numel % 1024 == 0)
     for group in layout.sub_groups:
         members = [parameter for parameter in layout.parameters if parameter.sub_group == group.index]
         assert members == list(layout.parameters[group.first : group.last])
         assert (group.offset, group.numel) == (members[0].offset, sum(member.numel for member in members))
-
-
-@given(layouts())
-def test_tasklets_cover_the_partition_once(layout: PartitionLayout) -> None:
-    """Every element lies in exactly one tasklet. All tasklets but the last hold a multiple of 1024 elements."""
-    end = 0
-    for index, tasklet in enumerate(layout.tasklets):
-        assert (tasklet.index, tasklet.offset) == (index, end)
-        assert tasklet.numel > 0
-        assert tasklet is layout.tasklets[-1] or tasklet.numel % 1024 == 0
-        end += tasklet.numel
-    assert end == layout.numel
-
-
-@given(layouts(), st.data())
-def test_parameters_in_tasklets(layout: PartitionLayout, data: st.DataObject) -> None:
-    """parameters_in() returns each parameter with an element in the tasklets once, and counts are right."""
-    holders = [layout.tasklets_of(slice(index, index + 1)) for index in range(len(layout.parameters))]
-    for tasklet, count in zip(layout.tasklets, layout.num_parameters_in.tolist(), strict=True):
-        assert count == sum(tasklet.index in held_by for held_by in holders)
-    count = len(layout.tasklets)
-    wanted = data.draw(st.sets(st.integers(0, max(0, count - 1)), max_size=count))
-    expected = [index for index, held_by in enumerate(holders) if not wanted.isdisjoint(held_by)]
-    assert layout.parameters_in(wanted).tolist() == expected
-
-
-@given(layouts(), st.data())
-def test_tasklets_of_a_range_of_parameters(layout: PartitionLayout, data: st.DataObject) -> None:
-    """tasklets_of() returns exactly the tasklets with an element of the parameters."""
-    count = len(layout.parameters)
-    first = data.draw(st.integers(0, count))
-    last = data.draw(st.integers(first, count))
-    elements = [
-        element
-        for parameter in layout.parameters[first:last]
-        for element in (parameter.offset, parameter.offset + parameter.numel - 1)
-        if parameter.numel
-    ]
-    found = layout.tasklets_of(slice(first, last))
-    if not elements:
-        assert len(found) == 0
-        return
-    touched = [
-        tasklet.index
-        for tasklet in layout.tasklets
-        if tasklet.offset <= max(elements) and tasklet.offset + tasklet.numel > min(elements)
-    ]
-    assert list(found) == touched
-
-
-@given(layouts(), st.data())
-def test_parameters_of_a_range_of_elements(layout: PartitionLayout, data: st.DataObject) -> None:
-    """parameters_between() returns every parameter with an element in the range, in order, and no distant one."""
-    begin = data.draw(st.integers(0, layout.numel))
-    end = data.draw(st.integers(begin, layout.numel))
+    wanted = wanted if layout.tasklets else set()
+    holders = [set(tasklets[owners == index].tolist()) for index in indices]
+    counts = [sum(tasklet.index in holder for holder in holders) for tasklet in layout.tasklets]
+    assert layout.num_parameters_in.tolist() == counts
+    assert layout.parameters_in(wanted).tolist() == [index for index in indices if holders[index] & wanted]
+    uses = np.array(data.draw(st.permutations(indices)), np.int64)
+    earliest = {tasklet: min(uses[index] for index in indices if tasklet in holders[index]) for tasklet in wanted}
+    assert layout.in_order_of_use(sorted(wanted), uses) == sorted(wanted, key=lambda each: earliest[each])
+    first, last = sorted(data.draw(st.tuples(*2 * [st.integers(0, len(numels))])))
+    assert [*layout.tasklets_of(slice(first, last))] == [*np.unique(tasklets[(first <= owners) & (owners < last)])]
+    begin, end = sorted(data.draw(st.tuples(*2 * [st.integers(0, layout.numel)])))
     found = layout.parameters_between(begin, end)
-    holding = [p for p in layout.parameters if max(begin, p.offset) < min(end, p.offset + p.numel)]
-    assert [p for p in found if p in holding] == holding
-    assert all(p.offset <= end and p.offset + p.numel >= begin for p in found)
-
-
-@given(layouts(), st.data())
-def test_sub_group_of_an_element(layout: PartitionLayout, data: st.DataObject) -> None:
-    """sub_group_at() returns the sub-group that holds the element."""
-    if layout.numel == 0:
-        return
-    offset = data.draw(st.integers(0, layout.numel - 1))
-    group = layout.sub_group_at(offset)
-    assert group.offset <= offset < group.offset + group.numel
+    holding = [layout.parameters[index] for index in np.unique(owners[begin:end])]
+    assert [parameter for parameter in found if parameter in holding] == holding
+    assert all(each.offset <= end and each.offset + each.numel >= begin for each in found)
+    if begin < layout.numel:
+        assert layout.sub_group_at(begin).index == layout.parameters[owners[begin]].sub_group
 
 
 @given(
@@ -181,28 +133,3 @@ def test_crowds_of_tiny_parameters_fit_too() -> None:
             slices, tasklet_bytes=256 << 10, num_arrays=3, num_devices=1, places_per_tasklet=1, state_format=name
         )
         assert max(extent.nbytes for extent in layout.extents.extents) <= 256 << 10
-
-
-def test_small_tensors_share_tasklets() -> None:
-    """Ten thousand small tensors need no more tasklets than one tensor of their size."""
-    slices = [ParameterSlice(name=str(i), numel=10, real_numel=10, group=0, sub_group=0) for i in range(10_000)]
-    layout = build_layout(slices, tasklet_bytes=1 << 20, num_arrays=3, num_devices=1, places_per_tasklet=2)
-    assert len(layout.tasklets) == 2
-
-
-@given(layout=layouts(), data=st.data())
-def test_tasklets_in_order_of_use(layout: PartitionLayout, data: st.DataObject) -> None:
-    """Tasklets are sorted by the earliest use of any of their parameters, and by index if equal."""
-    uses = np.array(data.draw(st.permutations(range(len(layout.parameters)))), np.int64)
-
-    def earliest(tasklet: int) -> int:
-        where = layout.tasklets[tasklet]
-        held = [
-            uses[index]
-            for index, parameter in enumerate(layout.parameters)
-            if max(parameter.offset, where.offset) < min(parameter.offset + parameter.numel, where.offset + where.numel)
-        ]
-        return int(min(held))
-
-    wanted = data.draw(st.sets(st.sampled_from(range(len(layout.tasklets))))) if layout.tasklets else set()
-    assert layout.in_order_of_use(sorted(wanted), uses) == sorted(sorted(wanted), key=earliest)

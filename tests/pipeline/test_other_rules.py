@@ -8,7 +8,6 @@ RMSprop, whose buffer sums gradients divided by their root mean square; the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.pipeline.state.convert import convert_store
-from tests.native.fake_cuda import FakeCuda
-from tests.pipeline.fake_link import CudaRun, FakeLink
 from tests.pipeline.harness import Case, Run, assert_equal, gradient_of, running
 
 NUM_STEPS = 8
@@ -53,6 +50,7 @@ CASES = {
     ),
     "sgd": case_of(SGD, DECAY, {}, defaults=MOMENTUM),
     "sgd with dampening": case_of(SGD, DECAY | {"dampening": 0.3}, {"maximize": True}, defaults=MOMENTUM, dtype=FP16),
+    "sgd with momentum that begins later": case_of(SGD, DECAY | {"dampening": 0.3}, {}, defaults=MOMENTUM),
     "sgd with nesterov": case_of(
         SGD, DECAY | {"nesterov": True}, {"nesterov": True, "momentum": 0.5}, defaults=MOMENTUM, dtype=BF16
     ),
@@ -68,19 +66,15 @@ CASES = {
 }
 
 
-def begin_momentum(run: Run, number: int) -> None:
-    """Switch momentum on from the fourth step."""
-    run.optimizer.param_groups[0]["momentum"] = 0.0 if number < 3 else 0.8
-
-
 def tolerance_of(optimizer: torch.optim.Optimizer) -> float:
     return 1e-7 if isinstance(optimizer, ADAM) else 1e-5 if isinstance(optimizer, RMSPROP) else 1e-6
 
 
-def assert_follows_torch(run: Run, before_step: Callable[[Run, int], object] = lambda run, number: None) -> None:
+def assert_follows_torch(run: Run, *, late_momentum: bool) -> None:
     """Assert that masters, arrays and step counts are torch's, wherever torch has them, and that padding stays zero."""
     for number in range(NUM_STEPS):
-        before_step(run, number)
+        if late_momentum:
+            run.optimizer.param_groups[0]["momentum"] = 0.0 if number < 3 else 0.8
         run.step(number)
         run.optimizer.step()
     partition = run.state()["partition"]
@@ -104,15 +98,12 @@ def assert_follows_torch(run: Run, before_step: Callable[[Run, int], object] = l
 
 @pytest.mark.parametrize("name", CASES)
 def test_follows_torch(tmp_path: Path, name: str) -> None:
-    """Results follow torch through groups, schedules, scaling and skipped parameters."""
+    """Results follow torch through groups, schedules, scaling and skipped parameters.
+
+    As in torch, the first step with momentum starts the buffer with its undamped gradient.
+    """
     with running(tmp_path, CASES[name]) as run:
-        assert_follows_torch(run)
-
-
-def test_momentum_that_begins_later(tmp_path: Path) -> None:
-    """As in torch, the first step with momentum starts the buffer with its undamped gradient."""
-    with running(tmp_path, case_of(SGD, DECAY | {"dampening": 0.3}, {}, defaults=MOMENTUM)) as run:
-        assert_follows_torch(run, begin_momentum)
+        assert_follows_torch(run, late_momentum="later" in name)
 
 
 def test_momentum_that_pauses_begins_anew(tmp_path: Path) -> None:
@@ -128,26 +119,6 @@ def test_momentum_that_pauses_begins_anew(tmp_path: Path) -> None:
         assert run.handler.steps.tolist() == [1]
         buffer = torch.from_numpy(run.handler.state.read_parameter(0)["momentum_buffer"])
         assert torch.equal(buffer, gradient_of(case, 0, 4))
-
-
-def test_sums_begin_with_the_initial_value(tmp_path: Path, fake_cuda: FakeCuda) -> None:
-    """Adagrad's sums start with the initial value, in host memory, staged and on a device.
-
-    They do so again when the state is initialized again.
-    """
-    case = CASES["adagrad with everything"].but(dtype=BF16, num_buffers=2)
-    link = FakeLink(fake_cuda)
-    runs = [Run(tmp_path / "host", case), Run(tmp_path / "staged", case.but(staged=True))]
-    for run in (*runs, CudaRun(tmp_path / "device", case, link)):
-        for _ in range(2):
-            state = run.state()
-            assert torch.equal(state["master"], state["partition"].float())
-            assert torch.equal(state["sum"], torch.full_like(state["sum"], 0.1))
-            run.step(1)
-            assert not torch.equal(run.state()["sum"], state["sum"])
-            run.initialize()
-        run.close()
-    link.close()
 
 
 @pytest.mark.parametrize("name", ["adagrad", "sgd", "rmsprop"])

@@ -19,12 +19,14 @@ from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from tests.helpers.native_testing import inject
-from tests.pipeline.harness import Case, Run, assert_equal, bits
+from tests.pipeline.harness import Case, Run, assert_equal, bits, complete_tasklets, everything
 from tests.pipeline.wandering import wander
 
 ALL_STATE = 1 << 30
 ADAGRAD = Case(
-    optimizer=torch.optim.Adagrad, options=({"lr": 1e-2, "maximize": True}, {"lr": 3e-3, "weight_decay": 0.05})
+    optimizer=torch.optim.Adagrad,
+    options=({"lr": 1e-2, "maximize": True}, {"lr": 3e-3, "weight_decay": 0.05}),
+    defaults={"initial_accumulator_value": 0.1},
 )
 SGD = Case(
     optimizer=torch.optim.SGD, options=({"lr": 1e-2}, {"lr": 3e-3, "nesterov": True}), defaults={"momentum": 0.9}
@@ -40,8 +42,12 @@ CASES = {
     "fp32, large tasklets": Case(tasklet_bytes=1 << 20, num_buffers=2, durability="power"),
     "fp32, staged": Case(staged=True, num_devices=2, tasklet_bytes=70_000, num_buffers=16),
     "fp32, in one place": Case(durability="none", num_devices=2, cache_bytes=ALL_STATE),
-    "bf16 parameters": Case(dtype=BF16, num_devices=3, compute_threads=2, durability="none", cache_bytes=200_000),
-    "fp16 parameters": Case(dtype=FP16, num_devices=3, num_buffers=8, compute_threads=2, cache_bytes=200_000),
+    "bf16 parameters": Case(
+        dtype=BF16, gradient_dtype=BF16, num_devices=3, compute_threads=2, durability="none", cache_bytes=200_000
+    ),
+    "fp16 parameters": Case(
+        dtype=FP16, gradient_dtype=FP16, num_devices=3, num_buffers=8, compute_threads=2, cache_bytes=200_000
+    ),
     "compressed": Case(dtype=BF16, num_devices=2, compression=TopK(0.05)),
     "compressed, staged": Case(staged=True, num_buffers=2, compression=TopK(0.05)),
     "bf16": Case(state_format="bf16", tasklet_bytes=100_000, num_buffers=2, cache_bytes=ALL_STATE),
@@ -86,17 +92,6 @@ def set_partition(run: Run, values: Sequence[torch.Tensor]) -> None:
         tensor.copy_(value)
 
 
-def everything(plan: StepPlan) -> StepPlan:
-    """Return what is known of a step before its last gradients have come."""
-    return replace(plan, active=np.ones_like(plan.active))
-
-
-def complete_tasklets(run: Run, plan: StepPlan) -> list[int]:
-    """Return the tasklets whose parameters are all active."""
-    inactive = [run.layout.tasklets_of(slice(index, index + 1)) for index in np.flatnonzero(~plan.active)]
-    return sorted(set(range(len(run.layout.tasklets))).difference(*inactive))
-
-
 class Pair:
     """A run, and the plainest run of the steps and changes that it commits.
 
@@ -114,6 +109,7 @@ class Pair:
             options=case.options,
             defaults=case.defaults,
             dtype=case.dtype,
+            gradient_dtype=case.gradient_dtype,
             state_format=case.state_format,
             compression=case.compression,
             tasklet_bytes=case.tasklet_bytes if case.compression else 1 << 20,  # whose largest gradients are sent
@@ -216,11 +212,12 @@ class Pair:
         assert_equal(self.plain.state(), state)
 
     def initialize(self) -> None:
-        """Masters are the widened parameters, and all else is as before the first step."""
+        """Masters are the widened parameters, and all else is as before the first step of torch's optimizer."""
         self.both(Run.initialize)
         state = self.plain.state()
         assert torch.equal(state["master"], state["partition"].float())
-        assert not any(state[name].any() for name in (*self.case.rule.arrays[1:], "steps"))
+        first = self.case.defaults.get("initial_accumulator_value", 0)
+        assert all((state[name] == first).all() for name in self.case.rule.arrays[1:]) and not state["steps"].any()
 
     def read(self) -> None:
         """Single parameters and ranges have what the whole state has."""
@@ -315,6 +312,10 @@ class Pair:
         for attempt in attempts:
             with pytest.raises((StorageError, KeyError), match=r"elsewhere|gone"):
                 attempt()
+        if self.case.cache_bytes == 0:
+            self.disturb(fail_read_at=0)
+            with pytest.raises(StorageError, match=r"state\.bin"):
+                state.scan(print)
         for attempt in (lambda: state.modify({1: {name: ones}}), lambda: state.replace(fill, steps=steps)):
             self.disturb(fail_write_at=0)
             with pytest.raises(StorageError, match=r"state\.bin"):

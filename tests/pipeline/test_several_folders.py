@@ -106,16 +106,3 @@ def test_full_disk_when_tasklets_are_to_move(tmp_path: Path, monkeypatch: pytest
         run.steps(range(3))
         assert run.handler.storage_bytes == length == 2 * 7 * run.layout.extents.place_bytes
         assert_equal(run.state(), expected)
-
-
-def test_what_folders_moved_is_counted(tmp_path: Path) -> None:
-    """Each folder counts its bytes and its busy time, and the bytes of all folders add up to the total."""
-    with running(tmp_path, Case(num_devices=2)) as run:
-        run.steps(range(2))
-        traffic = run.handler.traffic()
-        assert sum(folder.read_bytes for folder in traffic.folders) == traffic.shared_read_bytes
-        assert sum(folder.write_bytes for folder in traffic.folders) == traffic.shared_write_bytes
-        assert all(folder.write_bytes > 0 and folder.busy_seconds > 0 for folder in traffic.folders)
-        change = traffic - traffic
-        assert [folder.busy_seconds for folder in change.folders] == [0.0, 0.0]
-        assert (traffic + change).folders == traffic.folders

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -14,14 +14,10 @@ import torch
 
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.native import Batch
-from lightning_smartinfinity.pipeline.layout.tensors import native_dtype
 from lightning_smartinfinity.pipeline.parameters.partitions import TensorPartition
-from lightning_smartinfinity.pipeline.parameters.staged_submission import StagedSubmission
-from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagingBuffer
-from lightning_smartinfinity.pipeline.parameters.submissions import Assignment
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import LIMIT, await_that
-from tests.pipeline.harness import Case, Run, assert_equal, layout_of, running
+from tests.pipeline.harness import Case, Run, assert_equal, running
 
 # There are more tasklets than rows, so that each row is used again.
 SMALL_RING = Case(staged=True, num_buffers=2, shapes=((60_000, 0, 0, 0), (3, 0, 1, 0), (50_000, 3, 1, 1)))
@@ -74,26 +70,20 @@ def test_staging_is_not_overwritten_before_it_was_copied(tmp_path: Path, dtype: 
     run.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("nbytes", [0, 90_000, 1 << 30])
-def test_buffer_is_bounded(dtype: torch.dtype, nbytes: int) -> None:
-    """The buffer holds at most the allowed bytes or the partition once, and at least two tasklets."""
-    layout = layout_of(Case())
-    buffer = StagingBuffer(layout, dtype=native_dtype(dtype), nbytes=nbytes)
-    tasklet_bytes = layout.extents.tasklet_numel * dtype.itemsize
-    assert buffer.nbytes == buffer.num_rows * tasklet_bytes
-    assert 2 <= buffer.num_rows <= len(layout.tasklets)
-    assert buffer.nbytes <= max(nbytes, 2 * tasklet_bytes)
-    assert len({buffer.row(index).data_ptr() for index in range(buffer.num_rows)}) == buffer.num_rows
-
-
 def test_the_update_goes_on_by_itself(tmp_path: Path) -> None:
-    """All tasklets are updated and in the partition though nobody waits for any of them."""
-    with running(tmp_path / "straight", SMALL_RING) as run:
+    """All tasklets are updated and in the partition though nobody waits for any of them.
+
+    Masters in fp32 come from storage: the partition is overwritten and never read.
+    """
+    case = SMALL_RING.but(all_active=True)
+    with running(tmp_path / "straight", case) as run:
         run.step(1)
         expected = run.state()["partition"]
-    with running(tmp_path / "staged", SMALL_RING) as run:
-        run.handler.begin_step(run.collect(1))
+    with running(tmp_path / "staged", case) as run:
+        plan = run.collect(1)
+        for tensor in run.partition:
+            tensor.fill_(torch.nan)
+        run.handler.begin_step(plan)
         await_that(lambda: torch.equal(torch.cat(run.partition), expected), seconds=30)
         run.handler.commit()
 
@@ -186,86 +176,6 @@ def of_staging() -> list[Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "smart-infinity-staging"]
 
 
-def test_work_that_never_began(tmp_path: Path) -> None:
-    """Without tasklets there is nothing to wait for, and what was stopped before it began does not begin."""
-    with running(tmp_path, SMALL_RING) as run:
-        before = torch.cat(run.partition)
-        staging = StagingBuffer(run.layout, dtype=native_dtype(torch.float32), nbytes=1 << 20)
-
-        def submission(tasklets: list[int]) -> StagedSubmission:
-            assignment = Assignment(
-                device=run.device, layout=run.layout, make_batch=refuse, tasklets=tasklets, pieces=list
-            )
-            return StagedSubmission(assignment, TensorPartition(run.partition), staging)
-
-        def refuse(memory: object, tasklets: Sequence[int]) -> list[Batch]:
-            assert not tasklets, "work has begun"
-            return []
-
-        empty = submission([])
-        empty.start()
-        empty.wait([3])
-        empty.finish()
-        stopped = submission([0, 1])
-        stopped.stop()
-        stopped.start()
-        stopped.wait([0])
-        assert not of_staging()
-        assert torch.equal(torch.cat(run.partition), before)
-
-
-def test_what_is_copied_already_waits_for_no_other_tasklet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for a tasklet that is in the partition goes on before the next one has come from the device."""
-    shapes = ((3, 0, 0, 0), (60_000, 0, 0, 0), (50_000, 0, 0, 0))
-    with running(tmp_path, SMALL_RING.but(shapes=shapes)) as run:
-        waits: list[Sequence[int] | None] = []
-        asked, answered, wait = threading.Event(), threading.Event(), run.device.wait
-
-        def held(positions: Sequence[int] | None = None) -> None:
-            waits.append(positions)
-            if len(waits) > 1:
-                (asked if len(waits) == 2 else answered).wait(10)
-            wait(positions)
-
-        monkeypatch.setattr(run.device, "wait", held)
-        run.handler.begin_step(run.collect(1))
-        await_that(lambda: len(waits) == 2)
-        threading.Timer(0.1, asked.set).start()
-        run.handler.step.wait([0])
-        num_waits = len(waits)
-        answered.set()
-        assert num_waits <= 3  # the third may have begun by now
-        assert asked.is_set()
-        run.handler.commit()
-
-
-def test_a_wait_that_cannot_be_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the device refuses to prefer what is waited for, who waits gets the error."""
-
-    def refuse(positions: Sequence[int]) -> None:
-        raise MemoryError("no room")
-
-    with running(tmp_path, SMALL_RING) as run:
-        before, plan = run.state(), run.collect(1)
-        inject(run.device.pipeline, max_delay_us=50_000, seed=1)
-        monkeypatch.setattr(run.device, "prefer", refuse)
-        run.handler.begin_step(plan)
-        errors: list[BaseException] = []
-
-        def wait() -> None:
-            try:
-                run.handler.step.wait()
-            except StorageError as error:
-                errors.append(error)
-
-        thread = Thread(target=wait, daemon=True)
-        thread.start()
-        thread.join(20)
-        assert errors
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
-
-
 def test_a_thread_whose_start_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that begins after its step was stopped leaves the partition to the rollback's thread."""
     late: list[Thread] = []
@@ -298,16 +208,3 @@ def test_a_thread_whose_start_was_interrupted(tmp_path: Path, monkeypatch: pytes
         await_that(lambda: not of_staging(), seconds=30)
         assert not synchronizing.intersection(late)
         assert_equal(run.state(), before)
-
-
-def test_masters_in_fp32_come_from_storage_not_from_the_partition(tmp_path: Path) -> None:
-    """The master of staged fp32 parameters is on storage. The partition is overwritten and never read."""
-    with running(tmp_path, SMALL_RING) as run:
-        master = run.state()["master"]
-        for tensor in run.partition:
-            tensor.fill_(torch.nan)
-        run.handler.begin_step(run.collect(1))
-        run.handler.roll_back()
-        active = torch.cat([run.slice(i) for i in range(len(run.parameters)) if (i + 1) % 3])
-        assert not active.isnan().any()
-        torch.testing.assert_close(run.state()["master"], master, rtol=0, atol=0)
