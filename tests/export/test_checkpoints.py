@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from lightning_smartinfinity.errors import (
 )
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import MODEL_KEY
-from tests.export.models import LitModel, Trained, build, files_of, logits, train
+from tests.export.models import KINDS, LitModel, Trained, build, files_of, logits, train
+from tests.export.worker import after
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
@@ -78,7 +80,10 @@ def without_description(checkpoint: Path, copy: Path) -> Path:
 
 
 def test_lightning_loads_a_file_of_masters(trained: Train, tmp_path: Path) -> None:
-    """load_from_checkpoint builds the module from its hyperparameters, with fp32 masters and buffers."""
+    """load_from_checkpoint builds the module from its hyperparameters, with fp32 masters and buffers.
+
+    --dtype bf16 rounds the masters once.
+    """
     training = trained("gpt2")
     assert main(["export", str(training.checkpoint), str(tmp_path / "lit.ckpt"), "--to", "lightning"]) == 0
     loaded = LitModel.load_from_checkpoint(tmp_path / "lit.ckpt")
@@ -88,29 +93,29 @@ def test_lightning_loads_a_file_of_masters(trained: Train, tmp_path: Path) -> No
     assert all(torch.equal(params[name], master) for name, master in training.masters.items())
     assert params["lm_head.weight"] is params["transformer.wte.weight"]
     assert torch.load(tmp_path / "lit.ckpt", weights_only=True)["global_step"] == 2
-
-
-def test_a_lightning_file_in_bf16_has_the_trained_bits(trained: Train, tmp_path: Path) -> None:
-    """--dtype bf16 rounds the masters once."""
-    training = trained("llama")
-    export(training.checkpoint, tmp_path / "lit.ckpt", to="lightning", dtype="bf16")
-    saved = torch.load(tmp_path / "lit.ckpt", weights_only=False)["state_dict"]
-    assert all(torch.equal(saved[f"inner.model.{name}"], value) for name, value in training.weights.items())
+    export(training.checkpoint, tmp_path / "bf16.ckpt", to="lightning", dtype="bf16")
+    rounded = torch.load(tmp_path / "bf16.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(rounded[f"inner.model.{name}"], value) for name, value in training.weights.items())
 
 
 # ---- modules without a model of transformers, or with several
 
 
 def test_a_plain_module_keeps_its_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One file holds parameters once and persistent buffers by the module's names, as save_pretrained writes it."""
+    """One file holds parameters once and persistent buffers by the module's names, as save_pretrained writes it.
+
+    A checkpoint with save_weights_only=True holds all that is needed.
+    """
     module = Plain()
     trainer = quiet_trainer(tmp_path, max_steps=1)
     trainer.fit(module)
     trainer.save_checkpoint(tmp_path / "ckpt")
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
     trainer.strategy.save_pretrained(tmp_path / "live")  # type: ignore[attr-defined]
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
     assert "names of the module" in capsys.readouterr().out
-    assert files_of(tmp_path / "live") == files_of(tmp_path / "out")
+    export(tmp_path / "weights", tmp_path / "of-weights")
+    assert files_of(tmp_path / "live") == files_of(tmp_path / "out") == files_of(tmp_path / "of-weights")
     for save in (
         lambda: export(tmp_path / "ckpt", tmp_path / "parts", max_shard_size="5GB"),
         lambda: trainer.strategy.save_pretrained(tmp_path / "parts", max_shard_size="5GB"),  # type: ignore[attr-defined]
@@ -174,17 +179,6 @@ def test_a_universal_checkpoint_is_exported(trained: Train, tmp_path: Path) -> N
     assert files_of(tmp_path / "out") == files_of(training.root / "live")
 
 
-def test_weights_alone_are_exported(tmp_path: Path) -> None:
-    """A checkpoint with save_weights_only=True holds all that is needed."""
-    trainer = quiet_trainer(tmp_path, max_steps=1)
-    trainer.fit(LitModel("gpt2"))
-    trainer.save_checkpoint(tmp_path / "ckpt", weights_only=True)
-    trainer.strategy.save_pretrained(tmp_path / "live")  # type: ignore[attr-defined]
-    trainer.strategy.close()  # type: ignore[attr-defined]
-    export(tmp_path / "ckpt", tmp_path / "out")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "live")
-
-
 def test_frozen_weights_that_were_left_out_come_from_the_model(tmp_path: Path) -> None:
     """The folder of --model supplies them, and without it the error names the first."""
     from lightning_smartinfinity import SmartInfinityStrategy
@@ -213,84 +207,67 @@ def small_files_of(folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in files.items() if name not in weights}
 
 
-def test_small_files_come_from_several_folders(tmp_path: Path) -> None:
+def test_small_files_of_the_model(tmp_path: Path) -> None:
     """Each folder supplies what earlier ones lack, except that all files of the tokenizer come from one.
 
-    Weights and other files of a folder from which the model was loaded are not copied.
+    Of a folder that only the checkpoint names, which may be any of the user's, usual small files are copied: no links,
+    no code, nothing large. Of a folder that the user names, links and unusual names are, too.
     """
-    import transformers
-
-    before, named = tmp_path / "before", tmp_path / "named"
-    build("gpt2").save_pretrained(before)
-    named.mkdir()
-    tokenizer = {"tokenizer.json", "merges.txt", "chat_template.jinja"}
-    for folder, names in {before: {*tokenizer, "README.md", "pytorch_model.bin"}, named: {"vocab.json"}}.items():
-        for name in {*names, "preprocessor_config.json"}:
-            (folder / name).write_text(folder.name)
-    training = train(tmp_path, LitModel("gpt2", model=transformers.GPT2LMHeadModel.from_pretrained(before)))
-    export(training.checkpoint, tmp_path / "plain")
-    assert files_of(tmp_path / "plain") == files_of(tmp_path / "live")
-    assert small_files_of(tmp_path / "plain") == dict.fromkeys({*tokenizer, "preprocessor_config.json"}, b"before")
-    export(training.checkpoint, tmp_path / "out", model=named)
-    expected = {"vocab.json": b"named", "preprocessor_config.json": b"named", "chat_template.jinja": b"before"}
-    assert small_files_of(tmp_path / "out") == expected
-    (named / "vocab.json").unlink()
-    export(training.checkpoint, tmp_path / "more", model=named)
-    more = small_files_of(tmp_path / "more")
-    assert more["tokenizer.json"] == more["merges.txt"] == b"before"
-
-
-def test_a_checkpoint_names_any_folder_of_the_users(tmp_path: Path) -> None:
-    """Of a folder that only the checkpoint names, usual small files are copied: no links, no code, nothing large."""
-    named, secret = tmp_path / "named", tmp_path / "secret"
-    named.mkdir()
+    before, named, secret = tmp_path / "before", tmp_path / "named", tmp_path / "secret"
     model = build("gpt2")
-    model.config.name_or_path = str(named)
-    training = train(tmp_path, LitModel("gpt2", model=model))
+    model.save_pretrained(before)
+    model.config.name_or_path = str(before)
+    named.mkdir()
     secret.write_text("secret")
-    for name in ("tokenizer.json", "tokenizer-of-my-bank.txt", "code.py", "config.json"):
-        (named / name).write_text(name)
-    (named / "vocab.json").symlink_to(secret)
-    os.mkfifo(named / "merges.txt")
-    with (named / "special_tokens_map.json").open("wb") as file:
+    usual = {"tokenizer.json", "chat_template.jinja", "preprocessor_config.json"}
+    for name in {*usual, "tokenizer-of-my-bank.txt", "code.py", "README.md", "pytorch_model.bin"}:
+        (before / name).write_text("before")
+    os.mkfifo(before / "merges.txt")
+    with (before / "special_tokens_map.json").open("wb") as file:
         file.truncate((128 << 20) + 1)
-    export(training.checkpoint, tmp_path / "out")
-    assert small_files_of(tmp_path / "out").keys() == {"tokenizer.json"}
-    (named / "special_tokens_map.json").unlink()
-    export(training.checkpoint, tmp_path / "wanted", model=named)
-    wanted = {"tokenizer.json", "tokenizer-of-my-bank.txt", "vocab.json"}
-    assert small_files_of(tmp_path / "wanted").keys() == wanted
-    (named / "config.json").unlink()  # then it is no folder of a model
+    for name in ("tokenizer-of-mine.txt", "preprocessor_config.json"):
+        (named / name).write_text("named")
+    for folder in (before, named):
+        (folder / "vocab.json").symlink_to(secret)
+
+    training = train(tmp_path, LitModel("gpt2", model=model))
+    export(training.checkpoint, tmp_path / "plain")
+    assert small_files_of(tmp_path / "plain") == dict.fromkeys(usual, b"before")
+    export(training.checkpoint, tmp_path / "both", model=named)
+    of_user = {"tokenizer-of-mine.txt": b"named", "preprocessor_config.json": b"named", "vocab.json": b"secret"}
+    assert small_files_of(tmp_path / "both") == {**of_user, "chat_template.jinja": b"before"}
+    for name in ("tokenizer-of-mine.txt", "vocab.json"):
+        (named / name).unlink()
+    export(training.checkpoint, tmp_path / "more", model=named)
+    assert small_files_of(tmp_path / "more")["tokenizer.json"] == b"before"
+    (before / "config.json").unlink()  # then it is no folder of a model
     assert "no tokenizer" in " ".join(export(training.checkpoint, tmp_path / "less"))
     assert not small_files_of(tmp_path / "less")
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_a_model_of_the_hub(cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer is copied from the cache, which is all that is asked; without one the command says so."""
     import huggingface_hub
 
-    hub = tmp_path / "hub"
-    snapshot = hub / "models--someone--tiny" / "snapshots" / "abc"
-    if cached:
-        snapshot.mkdir(parents=True)
-        (snapshot / "tokenizer.json").write_text("{}")
-        (hub / "models--someone--tiny" / "refs").mkdir()
-        (hub / "models--someone--tiny" / "refs" / "main").write_text("abc")
+    cached = tmp_path / "hub" / "models--someone--tiny"
     download = huggingface_hub.snapshot_download
 
     def from_cache(name: str, *, local_files_only: bool) -> str:
         assert local_files_only
-        return download(name, cache_dir=hub, local_files_only=True)
+        return download(name, cache_dir=tmp_path / "hub", local_files_only=True)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", from_cache)
     model = build("gpt2")
     model.config.name_or_path = "someone/tiny"
     training = train(tmp_path, LitModel("gpt2", model=model))
-    told = " ".join(export(training.checkpoint, tmp_path / "out"))
-    assert ("no tokenizer" in told) == (not cached)
-    assert ("tokenizer.json" in files_of(tmp_path / "out")) == cached
-    assert files_of(tmp_path / "live") == files_of(tmp_path / "out")
+    assert "no tokenizer" in " ".join(export(training.checkpoint, tmp_path / "out"))
+    assert not small_files_of(tmp_path / "out")
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "snapshots" / "abc" / "tokenizer.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    assert "no tokenizer" not in " ".join(export(training.checkpoint, tmp_path / "more"))
+    assert small_files_of(tmp_path / "more") == {"tokenizer.json": b"{}"}
 
 
 # ---- bad input
@@ -308,23 +285,6 @@ def test_a_damaged_checkpoint_leaves_nothing(to: str, trained: Train, tmp_path: 
     with pytest.raises(CheckpointError, match="checksum"):
         export(tmp_path / "ckpt", tmp_path / "exports" / "out", to=to)
     assert list((tmp_path / "exports").iterdir()) == []
-
-
-@pytest.mark.parametrize("to", ["safetensors", "lightning"])
-@pytest.mark.parametrize(
-    "content",
-    [[1], {}, {"module": 3}, {"dp_world_size": 1, "module": {}}, {"dp_world_size": 1, MODEL_KEY: 5}, "entries"],
-)
-def test_model_states_with_another_content(content: Any, to: str, trained: Train, tmp_path: Path) -> None:
-    """A whole file with other content than a checkpoint's raises a CheckpointError, whatever the content is."""
-    shutil.copytree(trained("llama").checkpoint, tmp_path / "ckpt")
-    file = next((tmp_path / "ckpt").rglob("*_model_states.pt"))
-    states = torch.load(file, weights_only=False)
-    changed = {**states, "param_shapes": 5, "module": None} if content == "entries" else content
-    torch.save(changed, file)
-    with pytest.raises(CheckpointError, match="ckpt"):
-        export(tmp_path / "ckpt", tmp_path / "out", to=to)
-    assert not (tmp_path / "out").exists()
 
 
 def test_any_flipped_bit_of_model_states(trained: Train, tmp_path: Path, attack: Attack) -> None:
@@ -351,20 +311,13 @@ def test_any_flipped_bit_of_model_states(trained: Train, tmp_path: Path, attack:
 @pytest.mark.parametrize("to", ["safetensors", "lightning"])
 def test_a_full_disk_leaves_nothing(to: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk may run full at any write."""
-    calls = 0
-    write = os.pwrite
 
-    def full(*arguments: Any) -> int:
-        nonlocal calls
-        calls += 1
-        if calls > 5:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(*arguments)
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", after(5, os.pwrite, full))
     with pytest.raises(StorageFullError, match="No space left"):
         export(trained("llama").checkpoint, tmp_path / "exports" / "out", to=to)
-    assert calls == 6
     assert list((tmp_path / "exports").iterdir()) == []
 
 
@@ -396,25 +349,6 @@ def test_a_killed_export_leaves_nothing_under_its_name(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize(("to", "room"), [("safetensors", "pretrained"), ("lightning", "lightning_file")])
-def test_progress_counts_every_byte(
-    to: str, room: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bar is told of as many bytes as it was promised."""
-    checkpoint = trained("gpt2").checkpoint
-    told: list[int] = []
-
-    @contextmanager
-    def showing(what: str, total_bytes: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
-        assert what == "Exporting" and shown
-        yield told.append
-        assert sum(told) == total_bytes
-
-    monkeypatch.setattr(f"lightning_smartinfinity.export.{room}.showing_progress", showing)
-    export(checkpoint, tmp_path / "out", to=to)
-    assert told
-
-
 def test_the_extra_is_named_where_transformers_is_missing(
     trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,7 +361,7 @@ def test_the_extra_is_named_where_transformers_is_missing(
 
 
 def test_an_export_replaces_nothing(trained: Train, tmp_path: Path) -> None:
-    """An existing export stays; an empty folder is used."""
+    """An existing export stays; an empty folder is used. A link does not hide that it would lie in the checkpoint."""
     checkpoint = trained("llama").checkpoint
     (tmp_path / "out").mkdir()
     export(checkpoint, tmp_path / "out")
@@ -437,13 +371,9 @@ def test_an_export_replaces_nothing(trained: Train, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="replaces nothing"):
         export(checkpoint, tmp_path / "out" / "config.json", to="lightning")
     assert files_of(tmp_path / "out") == before
-
-
-def test_an_export_stays_out_of_the_checkpoint(trained: Train, tmp_path: Path) -> None:
-    """A link does not hide that it would lie inside."""
-    (tmp_path / "link").symlink_to(trained("llama").checkpoint)
+    (tmp_path / "link").symlink_to(checkpoint)
     with pytest.raises(CheckpointError, match="would be inside the checkpoint"):
-        export(trained("llama").checkpoint, tmp_path / "link" / "out")
+        export(checkpoint, tmp_path / "link" / "out")
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -503,3 +433,70 @@ def test_adapters_of_peft_are_refused(tmp_path: Path) -> None:
     trainer.strategy.close()  # type: ignore[attr-defined]
     with pytest.raises(SmartInfinityError, match=r"adapters of PEFT.*lora_A"):
         export(tmp_path / "ckpt", tmp_path / "out")
+
+
+# ---- the same weights, files and logits as transformers' own
+
+
+def exported(checkpoint: Path, out: Path, *options: str) -> Path:
+    """Run the command."""
+    assert main(["export", str(checkpoint), str(out), *options]) == 0
+    return out
+
+
+def stock_save(kind: str, weights: dict[str, torch.Tensor], folder: Path) -> Path:
+    """Save these weights by transformers' own save_pretrained."""
+    model = build(kind).to(next(iter(weights.values())).dtype)
+    model.load_state_dict(weights, strict=False)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", long_but([kind for kind in KINDS if kind not in ("bert", "qwen_moe")], KINDS))
+def test_an_export_has_the_files_of_transformers(kind: str, trained: Train, tmp_path: Path) -> None:
+    """All files have the bytes that save_pretrained of transformers writes of the same weights."""
+    training = trained(kind)
+    expected = files_of(stock_save(kind, training.weights, tmp_path / "stock"))
+    assert files_of(exported(training.checkpoint, tmp_path / "out")) == expected
+    assert files_of(training.root / "live") == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.float32) for kind in ("llama", "t5", "mixtral")), ("llama", torch.float16)],
+    ids=str,
+)
+def test_an_export_in_another_dtype_rounds_the_masters(
+    kind: str, dtype: torch.dtype, trained: Train, tmp_path: Path
+) -> None:
+    """Masters are written, not the trained bf16 values, and config.json has the dtype."""
+    training = trained(kind)
+    masters = {name: master.to(dtype) for name, master in training.masters.items()}
+    expected = files_of(stock_save(kind, masters, tmp_path / "stock"))
+    option = "fp32" if dtype == torch.float32 else "fp16"
+    assert files_of(exported(training.checkpoint, tmp_path / "out", "--dtype", option)) == expected
+    assert option == "fp16" or files_of(training.root / "live32") == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_loads_every_weight(kind: str, trained: Train) -> None:
+    """from_pretrained misses nothing, keeps the dtype, and computes the logits of the training to the bit."""
+    training = trained(kind)
+    model: Any = training.module.inner.model
+    loaded, report = type(model).from_pretrained(training.root / "live", output_loading_info=True)
+    assert not any(report.values()), report
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(logits(loaded), training.logits)
+
+
+@pytest.mark.parametrize("size", ["20KB", "20000", " 0.02 mb "])
+def test_large_weights_are_sharded(size: str, trained: Train, tmp_path: Path) -> None:
+    """Files stay below the size, the index names the file of every tensor, and transformers loads them."""
+    training = trained("llama")
+    out = exported(training.checkpoint, tmp_path / "out", "--max-shard-size", size)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 2
+    assert all((out / file).stat().st_size < 22_000 for file in files)
+    loaded = type(training.module.inner.model).from_pretrained(out)
+    assert torch.equal(logits(loaded), training.logits)

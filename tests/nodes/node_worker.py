@@ -14,12 +14,10 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import sleep  # real time, also where look-ups are remembered
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -31,12 +29,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_smartinfinity import (
     CheckpointError,
     SmartInfinityStrategy,
-    StorageFullError,
     TransferConfig,
 )
+from lightning_smartinfinity.common.progress import showing_progress
 from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import remove_interrupted, replacing
+from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import find_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.ranks.file_systems import places_of
 from tests.helpers.interrupted_runs import state_digest
@@ -44,18 +43,17 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.nodes import RememberedLookups, become_node, mount_own
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT, await_that
-from tests.nodes.repeated_saves import Looking, kept_checkpoints
 
 TAG = "checkpoint"
 NUM_MACHINES = 1 if sys.argv[3] == "one" else 2
 PER_NODE = int(os.environ["WORLD_SIZE"]) // NUM_MACHINES
 OPTIONS: dict[str, Any] = json.loads(sys.argv[4])
 NUM_SAVES: int = OPTIONS.pop("num_saves", 0)
+TRAININGS = ("saves", "universal", "missing", "shared", "local")
 RECIPE = Recipe(odd=True, frozen=True, validate=True, epoch_batches=2, max_steps=6)
 
 
 def places(scratch: Path) -> Any:
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     named = {"shared": scratch / "shared/new", "local": scratch / "local/a", "other": scratch / f"shared/of-{rank}/b"}
     each = [list(place)[:4] for place in places_of(list(named.values()))]
@@ -65,7 +63,6 @@ def places(scratch: Path) -> Any:
 
 def links(scratch: Path) -> Any:
     """Save three times by a link that leads to another mount point on each machine."""
-    dist.init_process_group("gloo")
     rank, found = dist.get_rank(), []
     own = scratch / f"mounted-{rank}"
     own.mkdir()
@@ -79,22 +76,8 @@ def links(scratch: Path) -> Any:
     return found
 
 
-def space(scratch: Path) -> Any:
-    """Ask for space on a file system that both see; return the error."""
-    storage = scratch / "shared" / f"storage-{os.environ['RANK']}"
-    strategy = SmartInfinityStrategy(storage, transfer=TransferConfig(keep=False))
-    needs = sum(param.numel() for param in RECIPE.build_model().parameters()) * 12 * 2
-    free = os.statvfs
-    os.statvfs = lambda path: SimpleNamespace(f_bavail=needs, f_frsize=1) if "shared" in str(path) else free(path)
-    try:
-        quiet_trainer(scratch, strategy, num_nodes=2).fit(LitTiny(RECIPE))
-    except StorageFullError as error:
-        return str(error)
-
-
 def swaps(scratch: Path) -> Any:
     """Save again and again to paths that every rank has looked for before; return what lies there."""
-    dist.init_process_group("gloo")
     rank, found = dist.get_rank(), []
     for number in range(NUM_SAVES):
         path = scratch / "shared" / f"{number % 4}.ckpt"
@@ -131,20 +114,6 @@ def loaded(path: Path) -> str:
     return own.read_text()
 
 
-def leftovers(scratch: Path) -> Any:
-    """Look for what a killed save has left of a path; return whether a rank then sees at once what is made there."""
-    dist.init_process_group("gloo")
-    path = scratch / "shared" / "a.ckpt"
-    save(path, "0")
-    time.sleep(0.4)  # long enough to forget that there was no checkpoint, as time passes here
-    assert path.exists()
-    remove_interrupted(path, TAG)
-    if dist.get_rank() == 0:
-        (path / ".saving").mkdir()
-    dist.barrier()
-    return (path / ".saving").exists()
-
-
 def swap_on_one(first: int, other: Callable[[], None], scratch: Path) -> None:
     """Let one machine swap its part of a save, and the other one do something else when that is done."""
     done, put = scratch / f"swapped-{first}", folder_swap.put_save_in_place
@@ -163,24 +132,21 @@ def swap_on_one(first: int, other: Callable[[], None], scratch: Path) -> None:
 
 def killed(scratch: Path, first: int) -> Any:
     """Be killed when the first machine has swapped its part of the second save."""
-    dist.init_process_group("gloo")
     save(scratch / "local" / "a.ckpt", "old")
     swap_on_one(first, lambda: os.kill(os.getpid(), signal.SIGKILL), scratch)
     save(scratch / "local" / "a.ckpt", "new")
 
 
 def load(scratch: Path) -> Any:
-    dist.init_process_group("gloo")
     return loaded(scratch / "local" / "a.ckpt")
 
 
 def divided(scratch: Path) -> Any:
     """Leave parts of two saves in several ways; return what is loaded then."""
-    dist.init_process_group("gloo")
     return {f"{case} {first}": _divided(scratch, case, first) for case in DIVIDED for first in range(2)}
 
 
-DIVIDED = ("both are whole", "the new one is not", "another save", "none is whole")
+DIVIDED = ("the new one is not whole", "none is whole")
 
 
 def _divided(scratch: Path, case: str, first: int) -> str:
@@ -194,10 +160,8 @@ def _divided(scratch: Path, case: str, first: int) -> str:
     with suppress(CheckpointError):
         save(path, "new")
     folder_swap.put_save_in_place = put
-    if case == "none is whole" or (case == "the new one is not" and dist.get_rank() != first):
+    if case == "none is whole" or dist.get_rank() != first:
         _remove(path / ".saving")
-    if case == "another save":
-        save(path, "newest")
     try:
         return loaded(path)
     except CheckpointError as error:
@@ -247,11 +211,52 @@ def fits(scratch: Path, where: str) -> Any:
     return {"whole": whole, "resumed": resumed}
 
 
+class Looking(pl.Callback):
+    """A callback that saves after every step over three paths, and notes on rank 0 the checkpoints that lie there.
+
+    Args:
+        folder: Folder of the checkpoints.
+        seen_at: The same folder where no look-up is remembered.
+
+    Attributes:
+        found: For each step the names of what lies there, with the step that is saved in it, or what is wrong with it.
+    """
+
+    def __init__(self, folder: Path, *, seen_at: Path) -> None:
+        self.folder, self.seen_at = folder, seen_at
+        self.found: list[dict[str, Any]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step:
+            self.save_and_look(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.save_and_look(trainer)
+
+    def save_and_look(self, trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(self.folder / f"over-{trainer.global_step % 3}.ckpt")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self.found.append({path.name: step_of(path) for path in sorted(self.seen_at.iterdir())})
+        dist.barrier()
+
+
+def step_of(path: Path) -> Any:
+    """Return the step that both ranks have saved in a checkpoint, or what is wrong with it."""
+    scrubbed = scrub_checkpoint(path, show=functools.partial(showing_progress, shown=False))
+    if scrubbed.damaged or scrubbed.unknown:
+        return [*scrubbed.damaged, *scrubbed.unknown]
+    files = sorted(path.glob("checkpoint/zero_pp_rank_*_model_states.pt"))
+    (step,) = {torch.load(file, weights_only=False)["global_step"] for file in files}
+    return step
+
+
 def saves(scratch: Path) -> Any:
-    """Save after every step, by a callback that keeps the newest and over other paths; return what lay there."""
+    """Save after every step, by a callback that keeps the newest two and over other paths; return what lay there."""
     looking = Looking(scratch / "shared" / "saves", seen_at=scratch / "filer" / "saves")
-    callbacks = [looking, kept_checkpoints(looking.folder)]
-    _trainer(scratch, max_steps=NUM_SAVES, callbacks=callbacks).fit(LitTiny(Recipe()))
+    newest = {"monitor": "step", "mode": "max", "save_top_k": 2, "save_last": True}
+    kept = ModelCheckpoint(looking.folder, filename="{step}", every_n_train_steps=1, **newest)  # type: ignore[arg-type]
+    _trainer(scratch, max_steps=NUM_SAVES, callbacks=[looking, kept]).fit(LitTiny(Recipe()))
     return looking.found
 
 
@@ -307,12 +312,12 @@ def main() -> None:
             mount_own(scratch / f"node-{node}", scratch / "local")
         RememberedLookups(scratch / "shared", seconds=30)
     actions: dict[str, Callable[[Path], Any]] = {
-        **{action.__name__: action for action in (places, space, swaps, leftovers, saves, links, universal, missing)},
+        **{action.__name__: action for action in (places, swaps, saves, links, universal, missing, divided, load)},
         **{where: functools.partial(fits, where=where) for where in ("shared", "local")},
         **{f"killed-{first}": functools.partial(killed, first=first) for first in range(2)},
-        "divided": divided,
-        "load": load,
     }
+    if doing not in TRAININGS:
+        dist.init_process_group("gloo")
     found = actions[doing](scratch)
     (scratch / f"found-{rank}.json").write_text(json.dumps(found))
 

@@ -22,7 +22,10 @@ def folders_of(*storage: str | Path) -> list[str]:
 
 
 def test_what_a_path_may_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables, the host name and the local rank are replaced, in strings and paths, and for parameters, too."""
+    """Variables, the host name and the local rank are replaced, in strings and paths, and for parameters, too.
+
+    One folder under two names is still one.
+    """
     monkeypatch.setenv("SCRATCH", "/scratch/job 7")
     monkeypatch.setattr(platform, "node", lambda: "node3")
     for variable in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
@@ -35,6 +38,8 @@ def test_what_a_path_may_name(monkeypatch: pytest.MonkeyPatch) -> None:
     zero = {"offload_param": {"device": "nvme", "nvme_path": "$SCRATCH/{local_rank}"}}
     assert nvme_path_of(zero, owner="SmartInfinityStrategy") == Path("/scratch/job 7/1")
     assert folders_of("/mnt/5$/{other}") == ["/mnt/5$/{other}"]
+    with pytest.raises(ConfigError, match="twice"):
+        folders_of("$SCRATCH", "/scratch/job 7")
 
 
 @pytest.mark.parametrize("folder", ["$NOT_SET_HERE/a", "/mnt/${NOT_SET_HERE}", Path("/mnt/$NOT_SET_HERE")])
@@ -44,13 +49,6 @@ def test_a_variable_that_is_not_set(folder: str | Path, monkeypatch: pytest.Monk
     assert "NOT_SET_HERE" not in os.environ
     with pytest.raises(ConfigError, match=r"names the environment variable \$\{?NOT_SET_HERE\}?, .* not set on node3"):
         SmartInfinityStrategy(folder)
-
-
-def test_a_folder_named_by_a_variable_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One folder under two names is still one."""
-    monkeypatch.setenv("SCRATCH", "/scratch")
-    with pytest.raises(ConfigError, match="twice"):
-        SmartInfinityStrategy(["$SCRATCH", "/scratch"])
 
 
 def test_storage_on_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
