@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hls.card_build import compile_line, connectivity_config, link_line
 from hls.description import DESIGNS, EMULATED, KERNELS, SMARTSSD, ComputeUnit, Design, MemoryBank, design_for
-from hls.generate import main
 from hls.sources import write_sources
 from hls.xclbin import SectionKind, sections, xclbin
 from lightning_smartinfinity.common.update_rules import RULES
@@ -44,10 +42,6 @@ def test_arrays_share_their_bundle_between_reading_and_writing() -> None:
     for kernel in KERNELS:
         uses = [(argument.bundle, argument.kind) for argument in kernel.arguments if argument.is_pointer]
         assert len(set(uses)) == len(uses)
-    bundles = {argument.name: argument.bundle for argument in ADAMW.arguments}
-    assert bundles["gradient"] == bundles["status"] == "gmem0"
-    assert bundles["exp_avg_in"] == bundles["exp_avg_out"] == "gmem2"
-    assert bundles["parameter"] == "gmem4"
 
 
 def test_every_kernel_is_in_one_design() -> None:
@@ -84,29 +78,6 @@ def test_designs_that_are_refused(units: tuple[ComputeUnit, ...], told: str) -> 
         Design(SMARTSSD.platform, units)
 
 
-def test_config_names_every_compute_unit() -> None:
-    """Two compute units of a kernel share one line."""
-    pair = tuple(ComputeUnit(ADAMW, f"adamw_update_{number}") for number in (1, 2))
-    config = connectivity_config(Design(SMARTSSD.platform, (*pair, ComputeUnit(SGD, "sgd_update_1"))))
-    assert config.splitlines() == [
-        "[connectivity]",
-        "nk=adamw_update:2:adamw_update_1.adamw_update_2",
-        "nk=sgd_update:1:sgd_update_1",
-    ]
-
-
-def test_lines_for_the_card_name_shell_kernel_and_files() -> None:
-    """Each kernel is compiled from its source; all are linked with the config."""
-    line = compile_line(SMARTSSD, ADAMW, target="hw", folder="out", output="new.xo")
-    assert line[0] == "v++" and line[-1] == "out/sources/adamw_update.cpp"
-    assert line[line.index("--platform") + 1] == "xilinx_u2_gen3x4_xdma_gc_2_202110_1"
-    assert line[line.index("--kernel") + 1] == "adamw_update"
-    assert line[line.index("--output") + 1] == "new.xo"
-    linked = link_line(SMARTSSD, target="hw_emu", folder="out", output="x.xclbin")
-    assert linked[-3:] == [f"out/{kernel.name}.xo" for kernel in SMARTSSD.kernels]
-    assert linked[linked.index("--config") + 1] == "out/smartssd.cfg"
-
-
 def test_xclbin_holds_bank_connections_and_units() -> None:
     """An xclbin holds bank, connections and units as XRT's header lays them out.
 
@@ -132,16 +103,6 @@ def test_an_xclbin_has_the_protocol_of_the_sources(tmp_path: Path) -> None:
     sources = [(tmp_path / f"{kernel.name}.cpp").read_text() for kernel in EMULATED.kernels]
     written = [re.findall(r"#pragma HLS INTERFACE (ap_ctrl_\w+) port=return", source) for source in sources]
     assert written == [[protocol] for protocol in told] == [["ap_ctrl_hs"]] * len(EMULATED.kernels)
-
-
-def test_command_writes_files_and_prints_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The commands that the Makefile calls write files and print lines."""
-    main(["test-xclbin", str(tmp_path / "x.xclbin")])
-    assert (tmp_path / "x.xclbin").read_bytes() == xclbin(EMULATED)
-    main(["config", str(tmp_path / "smartssd.cfg")])
-    assert (tmp_path / "smartssd.cfg").read_text() == connectivity_config(SMARTSSD)
-    main(["link-line", "--output", "x.xclbin", "--folder", "out"])
-    assert capsys.readouterr().out.split() == link_line(SMARTSSD, target="hw", folder="out", output="x.xclbin")
 
 
 def test_sources_of_a_renamed_kernel_are_deleted(tmp_path: Path) -> None:

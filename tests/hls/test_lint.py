@@ -344,25 +344,6 @@ def test_a_port_of_odd_width_is_found(findings: Edit, num_floats: int) -> None:
     assert any(f"m_axi port values_in is {num_floats * 32} bits wide: not a power" in finding for finding in found)
 
 
-def test_two_readers_on_one_master_are_found(findings: Edit) -> None:
-    """Two readers on one master would wait for each other's bursts; on two masters they are allowed."""
-    second = (
-        ("values_in, Beat* values_out", "values_in, const Beat* more, Beat* values_out"),
-        ("(values_in, loaded, beats);", '(values_in, loaded, beats);\nhls::stream<Beat> b("b"); load(more, b, beats);'),
-        (
-            "#pragma HLS DATAFLOW",
-            "#pragma HLS INTERFACE m_axi port=more offset=slave bundle=gmem0\n#pragma HLS DATAFLOW",
-        ),
-        ("compute(loaded, computed, beats);", "compute(loaded, b, computed, beats);"),
-        ("void compute(hls::stream<Beat>& in, ", "void compute(hls::stream<Beat>& in, hls::stream<Beat>& b, "),
-        ("out.write(beat);", "out.write(beat); b.read();"),
-    )
-    found = findings(*second)
-    assert any(re.search(r"bundle gmem0 is read by 2 processes \(load .*, load", finding) for finding in found)
-    found = findings(("port=more offset=slave bundle=gmem0", "port=more offset=slave bundle=gmem2"))
-    assert not any("bundle gmem0 is read by" in finding for finding in found)
-
-
 def test_streams_are_followed_through_functions_and_arrays(findings: Edit) -> None:
     """A process that only hands a stream on is a consumer if the one it calls is; streams of an array count apart."""
     array = (
@@ -386,20 +367,6 @@ def test_streams_are_followed_through_functions_and_arrays(findings: Edit) -> No
         "stream s[0] has 2 consumers: it takes one",
         "stream s[1] has 0 consumers: it takes one",
     ]
-
-
-def test_a_stream_from_outside_has_one_end_in_a_region(findings: Edit) -> None:
-    """Two processes of a region may not share a stream from outside, whose other end is with the caller."""
-    inner = f"""{TAKE}
-void both(Beat* to, hls::stream<Beat>& s, std::uint32_t beats) {{
-#pragma HLS INLINE off
-#pragma HLS DATAFLOW
-    store(to, s, beats);
-    take(s);
-}}
-}}  // namespace"""
-    found = findings(("}  // namespace", inner), ("store(values_out, computed", "both(values_out, computed"))
-    assert [re.sub(r" \(.*\)", "", f.split(": ", 1)[1]) for f in found] == ["stream s is used by 2 processes: one may"]
 
 
 def test_dataflow_below_the_top_knows_the_tops_masters(findings: Edit) -> None:
