@@ -17,7 +17,10 @@ from tests.pipeline.test_layout import layouts
 
 @given(layouts(), st.data())
 def test_pieces_cover_every_element_once(layout: PartitionLayout, data: st.DataObject) -> None:
-    """Pieces never cross tasklets, sub-groups or keys, and there are no more of them than necessary."""
+    """Pieces never cross tasklets, sub-groups or keys, and there are no more of them than necessary.
+
+    Those of a run of tasklets are those of the tasklets from the first to the last.
+    """
     count = len(layout.parameters)
     keys = data.draw(st.lists(st.integers(-1, 1), min_size=count, max_size=count))
     owner = np.repeat(np.arange(count), [parameter.numel for parameter in layout.parameters])
@@ -30,24 +33,17 @@ def test_pieces_cover_every_element_once(layout: PartitionLayout, data: st.DataO
     assert [piece.begin for piece in pieces] == borders
     assert [piece.end for piece in pieces] == [*borders[1:], layout.numel][: len(borders)]
     assert [(piece.tasklet, piece.sub_group, piece.key) for piece in pieces] == [labels[i] for i in borders]
-
-
-@given(layouts(), st.data())
-def test_pieces_of_a_run_of_tasklets(layout: PartitionLayout, data: st.DataObject) -> None:
-    """pieces_within() returns the pieces of the tasklets from the first to the last."""
-    pieces = cut(layout, spans_of(layout, list(range(len(layout.parameters)))))
-    tasklets = tasklets_in(pieces)
-    assert tasklets == list(range(len(layout.tasklets)))
-    if not tasklets:
-        return
-    first = data.draw(st.sampled_from(tasklets))
-    last = data.draw(st.sampled_from(tasklets[first:]))
-    found = pieces_within(pieces, [first, last])
-    assert list(found) == [piece for piece in pieces if first <= piece.tasklet <= last]
+    assert tasklets_in(pieces) == list(range(len(layout.tasklets)))
+    if pieces:
+        first, last = sorted(data.draw(st.tuples(*2 * [st.sampled_from(tasklets_in(pieces))])))
+        assert [*pieces_within(pieces, [first, last])] == [p for p in pieces if first <= p.tasklet <= last]
 
 
 def test_ten_thousand_small_parameters_are_few_segments() -> None:
-    """Parameters with equal hyperparameters and step counts merge, across groups too. Another count splits them."""
+    """They share tasklets and, with equal hyperparameters and step counts, segments, across groups too.
+
+    Another count splits a segment.
+    """
     layout = layout_of(Case(shapes=((3, 0, 0, 0), (3, 0, 1, 0)) * 5_000))
     group = torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).param_groups[0]
     rule = rule_for(torch.optim.AdamW([torch.zeros(1, requires_grad=True)]))
@@ -57,6 +53,6 @@ def test_ten_thousand_small_parameters_are_few_segments() -> None:
         updates = choose_updates(layout, rule, [group, dict(group)], active=active, steps=steps, gradient_scale=1.0)
         return len(cut(layout, spans_of(layout, updates.keys)))
 
-    assert num_pieces() == len(layout.tasklets)
+    assert num_pieces() == len(layout.tasklets) == 8
     steps[5_000] = 1
     assert num_pieces() == len(layout.tasklets) + 2

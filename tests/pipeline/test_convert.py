@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.common.progress import hidden
-from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, StorageLockedError
+from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
 from lightning_smartinfinity.pipeline.state.convert import convert_store
 from lightning_smartinfinity.storage import recover_store
 from tests.pipeline.harness import Case, Run, assert_equal, running
@@ -134,52 +133,11 @@ def test_there_and_back(tmp_path: Path, state_format: str, other: str) -> None:
 
 
 def test_every_rank_is_converted_and_kept(tmp_path: Path) -> None:
-    """All ranks are converted in order, with progress, and the new store is kept too.
+    """All ranks are converted in order, also one without elements, and the new store is kept, too.
 
-    A rank without elements is converted as well.
+    Ctrl-C at the second rank removes the new stores of both. What a kill leaves is replaced. The old ones stay intact.
     """
     cases = [Case(keep=True), Case(keep=True, rank=1), Case(keep=True, rank=2, shapes=((0, 0, 0, 0),))]
-    states = [kept(tmp_path / "old", case) for case in cases]
-    told: list[tuple[str, int, list[int]]] = []
-
-    @contextmanager
-    def show(what: str, total: int) -> Iterator[Any]:
-        told.append((what, total, []))
-        yield told[-1][2].append
-
-    into = [tmp_path / "new" / "disk0"]
-    ranks = convert_store(
-        [tmp_path / "old" / "disk0"],
-        into,
-        state_format="fp32",
-        tasklet_bytes=64 * 1024,
-        show=show,
-    )
-    assert ranks == (0, 1, 2)
-    assert [what for what, _, _ in told] == [f"Converting the state of rank {rank}" for rank in range(3)]
-    assert [sum(done) for _, _, done in told] == [total for _, total, _ in told] and told[0][1] > 0 == told[2][1]
-    with pytest.raises(StorageError, match="asked to keep it"):
-        convert_store([tmp_path / "old" / "disk0"], into, state_format="bf16")
-    for case, state in zip(cases, states, strict=True):
-        assert_equal(opened(tmp_path / "new", case, state["partition"]), state)
-
-
-def test_stores_in_use(tmp_path: Path) -> None:
-    """A store in use is neither converted nor overwritten."""
-    with running(tmp_path / "used", Case()) as run:
-        expected = run.state()
-        with pytest.raises(StorageLockedError, match="in use by process"):
-            convert_store([tmp_path / "used" / "disk0"], [tmp_path / "new"], state_format="bf16")
-        assert not (tmp_path / "new").exists()
-        kept(tmp_path / "old", Case())
-        with pytest.raises(StorageLockedError, match="in use by process"):
-            convert_store([tmp_path / "old" / "disk0"], [tmp_path / "used" / "disk0"], state_format="bf16")
-        assert_equal(run.state(), expected)
-
-
-def test_broken_off(tmp_path: Path) -> None:
-    """Ctrl-C at the second rank removes the new stores of both ranks and leaves the old state intact."""
-    cases = [Case(keep=True), Case(keep=True, rank=1)]
     states = [kept(tmp_path / "old", case) for case in cases]
 
     def interrupt(what: str, total: int) -> Any:
@@ -187,23 +145,20 @@ def test_broken_off(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return hidden(what, total)
 
+    old, new = [tmp_path / "old" / "disk0"], [tmp_path / "new" / "disk0"]
     with pytest.raises(KeyboardInterrupt):
-        convert_store([tmp_path / "old" / "disk0"], [tmp_path / "new"], state_format="int8", show=interrupt)
-    assert list((tmp_path / "new").iterdir()) == []
-    for case, state in zip(cases, states, strict=True):
-        assert_equal(opened(tmp_path / "old", case, state["partition"]), state)
-
-
-def test_killed(tmp_path: Path) -> None:
-    """The leftover of a killed conversion is replaced by the next conversion."""
-    state = kept(tmp_path / "old", Case(keep=True))
-    folders = [tmp_path / "old" / "disk0"], [tmp_path / "new" / "disk0"]
+        convert_store(old, new, state_format="int8", show=interrupt)
+    assert list(new[0].iterdir()) == []
     child = os.fork()
     if child == 0:
-        convert_store(*folders, state_format="int8", show=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        convert_store(old, new, state_format="int8", show=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     with pytest.raises(StorageError, match="holds no commit record"):
-        recover_store(folders[1])
-    convert_store(*folders, state_format="fp32", tasklet_bytes=64 * 1024)
-    assert_equal(opened(tmp_path / "new", Case(), state["partition"]), state)
+        recover_store(new)
+    assert convert_store(old, new, state_format="fp32", tasklet_bytes=64 * 1024) == (0, 1, 2)
+    with pytest.raises(StorageError, match="asked to keep it"):
+        convert_store(old, new, state_format="bf16")
+    for folder in ("old", "new"):
+        for case, state in zip(cases, states, strict=True):
+            assert_equal(opened(tmp_path / folder, case, state["partition"]), state)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +88,24 @@ def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
     assert share_of_memory([report], report) == 0
 
 
-def test_containers_see_their_groups_under_one_path(tmp_path: Path) -> None:
-    """Limits are identified by their group, not by the path under which a container sees it."""
-    pod = {"memory.max": f"{16 * GIB}\n", "memory.current": "0\n"}
-    groups = {"pod": pod, "pod__first": pod, "pod__second": pod}
-    host = machine(tmp_path / "host", group="/", **groups)
-    first, second = (machine(tmp_path / name, group="/") for name in ("first", "second"))
-    for root in (first, second):  # as within a cgroup namespace
+@pytest.mark.parametrize(("groups", "share"), [(["both", "both"], 5 * GIB), (["first", "second"], 11 * GIB)])
+def test_ranks_in_containers(tmp_path: Path, groups: list[str], share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits are those of groups, whatever their path and the host name in a container: ranks in one share what it has.
+
+    A quarter of 16 GiB stays free, beside the reserved GiB of each rank.
+    """
+    reports = []
+    for name, group in zip(("one", "two"), groups, strict=True):
+        root = machine(tmp_path / name, group="/")
+        (tmp_path / group).mkdir(exist_ok=True)
+        (tmp_path / group / "memory.max").write_text(f"{16 * GIB}\n")
+        (tmp_path / group / "memory.current").write_text("0\n")
         (root / "sys/fs").mkdir(parents=True)
-        (root / "sys/fs/cgroup").symlink_to(host / "sys/fs/cgroup/pod" / root.name)
-    sibling = machine(tmp_path / "sibling", group="/pod/first")
-    (sibling / "sys/fs").mkdir(parents=True)
-    (sibling / "sys/fs/cgroup").symlink_to(host / "sys/fs/cgroup")
-    in_first, in_second, seen_whole = (
-        set(measure_memory(reserved=0, root=root).limits) for root in (first, second, sibling)
-    )
-    assert len(in_first) == len(in_second) == 2
-    assert in_first & in_second == {"machine"}
-    assert in_first < seen_whole, "the path that the host sees leads to the same group"
+        (root / "sys/fs/cgroup").symlink_to(tmp_path / group)
+        monkeypatch.setattr(platform, "node", lambda name=name: name)
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        reports.append(measure_memory(reserved=GIB, root=root))
+    assert [share_of_memory(reports, own) for own in reports] == [share, share]
 
 
 def report_of(where: str, /, *, reserved: int = 0, **limits: tuple[int, int]) -> MemoryReport:
@@ -111,20 +113,6 @@ def report_of(where: str, /, *, reserved: int = 0, **limits: tuple[int, int]) ->
     return MemoryReport(
         machine=where, limits={name: MemoryLimit(*limit) for name, limit in limits.items()}, reserved=reserved
     )
-
-
-def test_containers_with_limits_of_their_own() -> None:
-    """Each container has what its own limit leaves, as far as the machine's limit allows."""
-    ranks = [
-        report_of("one", machine=(64 * GIB, 40 * GIB), first=(16 * GIB, 16 * GIB), reserved=GIB),
-        report_of("one", machine=(64 * GIB, 40 * GIB), second=(16 * GIB, 14 * GIB), reserved=GIB),
-    ]
-    assert [share_of_memory(ranks, own) for own in ranks] == [11 * GIB, 9 * GIB]
-    crowded = [
-        report_of("one", machine=(64 * GIB, 20 * GIB), reserved=GIB, **{name: (16 * GIB, 16 * GIB)})
-        for name in ("first", "second")
-    ]
-    assert [share_of_memory(crowded, own) for own in crowded] == [7 * GIB, 7 * GIB]
 
 
 @st.composite

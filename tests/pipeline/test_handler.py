@@ -1,11 +1,10 @@
-"""The handler's calls in and out of order, what it moves, and what it holds. test_programs.py has the bits.
+"""What the handler moves, what it holds, and in which order it works. test_programs.py has the bits.
 
 test_rules.py and test_other_rules.py compare its arithmetic with torch.optim's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,90 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_smartinfinity import native
-from lightning_smartinfinity.errors import ConfigError
-from tests.pipeline.harness import Case, Run, assert_equal, running
+from tests.pipeline.harness import Case, complete_tasklets, everything, running
 
-BF16, FP16 = torch.bfloat16, torch.float16
-NEEDING_A_STEP: dict[str, Callable[[Run], object]] = {
-    "commit": lambda run: run.handler.commit(),
-    "roll_back": lambda run: run.handler.roll_back(),
-    "wait": lambda run: run.handler.step.wait(),
-}
-NOT_IN_A_STEP: dict[str, Callable[[Run], object]] = {
-    "begin_step": lambda run: run.handler.begin_step(run.collect(1)),
-    "scan": lambda run: run.handler.state.scan(print),
-    "replace": lambda run: run.handler.state.replace(print, steps=run.handler.steps),
-    "read_parameter": lambda run: run.handler.state.read_parameter(0),
-    "modify": lambda run: run.handler.state.modify({}),
-    "initialize": lambda run: run.handler.initialize(run.outputs()),
-}
-
-
-def test_calls_out_of_order(tmp_path: Path) -> None:
-    """They are programming errors, after which a step goes on. finish() may be called at any time, and twice."""
-    with running(tmp_path, Case()) as run:
-        run.handler.finish()
-        for name, call in NEEDING_A_STEP.items():
-            with pytest.raises(AssertionError, match="no step has begun"):
-                call(run)
-            assert run.handler.generation == 0, name
-        run.handler.begin_step(run.collect(1))
-        for name, call in NOT_IN_A_STEP.items():
-            with pytest.raises(AssertionError, match="a step is in flight"):
-                call(run)
-            assert run.handler.in_flight, name
-        for _ in range(2):
-            run.handler.finish()
-        run.handler.commit()
-        assert run.handler.generation == 1
-
-
-def test_hyperparameters_out_of_range(tmp_path: Path) -> None:
-    """A bad hyperparameter is refused before the step begins. Groups without gradients are not checked."""
-    with running(tmp_path, Case()) as run:
-        before, plan = run.state(), run.collect(1)
-        run.optimizer.param_groups[0]["lr"] = float("nan")
-        with pytest.raises(ConfigError, match=r"AdamW\(lr=nan\)"):
-            run.handler.begin_step(plan)
-        assert not run.handler.in_flight
-        assert_equal(run.state(), before)
-        run.arena.active[[i for i, shape in enumerate(run.case.shapes) if shape[2] == 0]] = False
-        run.handler.begin_step(plan)
-        run.handler.commit()
-
-
-def test_counters_outlive_the_device(tmp_path: Path) -> None:
-    """Traffic and memory can still be read after close(), for instance by a monitor."""
-    run = Run(tmp_path, Case())
-    run.step(1)
-    traffic, ring = run.handler.traffic(), run.handler.ring_bytes
-    run.close()
-    assert run.handler.traffic().shared_read_bytes == traffic.shared_read_bytes
-    assert run.handler.ring_bytes == ring
-
-
-def test_power_durability_flushes_state_before_the_record(tmp_path: Path) -> None:
-    """With durability power all files are flushed before the commit record is written."""
-    with running(tmp_path, Case(durability="power", num_devices=2)) as run:
-        events: list[str] = []
-        commit_path = Path(run.store.manifest.folders[0]) / "default" / "rank-00000" / "commit.bin"
-        before = commit_path.read_bytes()
-
-        class Watched:
-            def __init__(self, file: native.StateFile) -> None:
-                self.path = file.path
-                self.close = file.close
-                self._sync = file.sync
-
-            def sync(self) -> None:
-                events.append("record too early" if commit_path.read_bytes() != before else "flushed")
-                self._sync()
-
-        run.store.files = tuple(Watched(file) for file in run.store.files)  # type: ignore[misc, assignment]
-        run.step(1)
-        assert events == ["flushed", "flushed"]
-        assert commit_path.read_bytes() != before
+BF16 = torch.bfloat16
 
 
 def test_a_completed_step_goes_on_with_what_is_used_first(tmp_path: Path) -> None:
@@ -106,30 +24,14 @@ def test_a_completed_step_goes_on_with_what_is_used_first(tmp_path: Path) -> Non
         uses = np.random.default_rng(0).permutation(len(run.layout.parameters))
         preferred: list[list[int]] = []
         run.device.prefer = preferred.append  # type: ignore[method-assign, assignment]
-        run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
-        inactive = [run.layout.tasklets_of(slice(index, index + 1)) for index in np.flatnonzero(~plan.active)]
-        opened = sorted(set(range(len(run.layout.tasklets))).difference(*inactive), reverse=True)
+        run.handler.begin_incremental(everything(plan))
+        opened = complete_tasklets(run, plan)[::-1]
         run.handler.step.extend(opened)
         assert opened and run.handler.step.complete(replace(plan, first_uses=uses))
         run.handler.commit()
         tasklets = run.layout.in_order_of_use(range(len(run.layout.tasklets)), uses)
         listed = [*opened, *(tasklet for tasklet in tasklets if tasklet not in opened)]
         assert [listed[position] for position in preferred[0]] == [t for t in tasklets if t in listed]
-
-
-@pytest.mark.parametrize("gradient_dtype", [BF16, FP16])
-def test_gradients_of_16_bits(tmp_path: Path, gradient_dtype: torch.dtype) -> None:
-    """A 16-bit arena steps like an fp32 arena that holds the same rounded values."""
-    with running(tmp_path / "narrow", Case(gradient_dtype=gradient_dtype)) as run:
-        run.steps(range(2))
-        actual = run.state()
-    with running(tmp_path / "wide", Case()) as run:
-        for number in range(2):
-            plan = run.collect(number)
-            run.arena.buffer.copy_(run.arena.buffer.to(gradient_dtype))
-            run.handler.begin_step(plan)
-            run.handler.commit()
-        assert_equal(actual, run.state())
 
 
 @pytest.mark.parametrize(
