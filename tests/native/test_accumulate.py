@@ -1,14 +1,16 @@
-"""Accumulation of gradients gives the bits of torch."""
+"""Sums of gradients and of their squares: the bits of torch, and the same bits by every instruction set."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_smartinfinity.native import DType, accumulate, sum_of_squares
-from tests.helpers.native_testing import InstructionSet
+from tests.helpers.native_testing import InstructionSet, select_instruction_set, supported_instruction_sets
 
 TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
 # Lengths around the width of the registers and around the number of elements squared at a time.
@@ -30,6 +32,10 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(((left.view(whole) == right.view(whole)) | (left.isnan() & right.isnan())).all())
 
 
+def squares(values: torch.Tensor, dtype: DType) -> float:
+    return sum_of_squares(values.data_ptr(), values.numel(), dtype)
+
+
 @pytest.mark.parametrize(("gradient_dtype", "dtype"), list(itertools.product(TORCH, TORCH)))
 def test_sums_are_torchs(instruction_set: InstructionSet, gradient_dtype: DType, dtype: DType) -> None:
     """Writing or adding many gradients in one call gives torch's bits, and the squares of a separate pass."""
@@ -39,7 +45,7 @@ def test_sums_are_torchs(instruction_set: InstructionSet, gradient_dtype: DType,
     expected = [sum_.clone() for sum_ in sums]
     for gradient, target, add in zip(gradients, expected, adds, strict=True):
         target.add_(gradient) if add else target.copy_(gradient)
-    squares = accumulate(
+    found = accumulate(
         [gradient.data_ptr() for gradient in gradients],
         [sum_.data_ptr() for sum_ in sums],
         [gradient.numel() for gradient in gradients],
@@ -47,12 +53,31 @@ def test_sums_are_torchs(instruction_set: InstructionSet, gradient_dtype: DType,
         gradient_dtype,
         dtype,
     )
-    for sum_, target, square in zip(sums, expected, squares, strict=True):
+    for sum_, target, square in zip(sums, expected, found, strict=True):
         assert same_bits(sum_, target)
-        assert repr(square) == repr(sum_of_squares(target.data_ptr(), target.numel(), dtype))
+        assert repr(square) == repr(squares(target, dtype))
 
 
-def test_lists_of_different_lengths_are_refused() -> None:
-    """Lists of different lengths are refused."""
-    with pytest.raises(ValueError, match="as many"):
-        accumulate([0], [0], [1], [], DType.FLOAT32, DType.FLOAT32)
+@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("scale", ["one", "largest", "smallest"])
+def test_squares_do_not_depend_on_the_instruction_set(dtype: DType, scale: str) -> None:
+    """The sum is within rounding of the exact one: the largest values do not overflow, and subnormals count."""
+    info = torch.finfo(TORCH[dtype])
+    factor = {"one": 1.0, "largest": info.max, "smallest": info.smallest_normal / 8}[scale]
+    for numel in (0, 1, 31, 32, 33, 1000, 100_003):
+        drawn = np.random.default_rng(numel).uniform(-1, 1, numel) * factor
+        content, sums = torch.from_numpy(drawn).to(TORCH[dtype]), set()
+        for choice in supported_instruction_sets():
+            select_instruction_set(choice)
+            sums.add(squares(content, dtype))
+        assert len(sums) == 1
+        assert sums.pop() == pytest.approx(math.fsum(x * x for x in content.tolist()), rel=1e-14, abs=0)
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_one_element_that_is_not_finite(instruction_set: InstructionSet, dtype: DType) -> None:
+    """One non-finite element anywhere makes the sum of squares non-finite."""
+    for poison, index in itertools.product((math.inf, -math.inf, math.nan), (0, 17, 511, 512, 530)):
+        content = torch.ones(531, dtype=TORCH[dtype])
+        content[index] = poison
+        assert not math.isfinite(squares(content, dtype))
