@@ -1,18 +1,20 @@
-"""Builds native sources apart from the package, and runs code in new processes."""
+"""Builds native sources apart from the package, and runs code in new and in forked processes."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import BUILD_LIMIT, PROCESS_LIMIT
 
-__all__ = ["ROOT", "built_once", "run", "run_python"]
+__all__ = ["ROOT", "assert_in_fork", "built_once", "is_refused", "run", "run_python"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +36,28 @@ def run_python(code: str, *arguments: str | Path, status: int = 0) -> str:
     )
     assert (done.returncode, done.stderr) == (status, ""), done
     return done.stdout
+
+
+def assert_in_fork(check: Callable[[], bool]) -> None:
+    """Assert that something holds in a forked child, which never returns into pytest."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(60)  # a child that hangs then fails the test instead of blocking it
+            status = 0 if check() else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def is_refused(use: Callable[[], object]) -> bool:
+    """Return whether an object of the parent process refuses to be used in a forked child."""
+    try:
+        use()
+    except RuntimeError as error:
+        return "fork" in str(error)
+    return False
 
 
 def built_once(library: str, *sources: Path, options: tuple[str, ...] = ()) -> Path:

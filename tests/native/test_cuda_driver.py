@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from lightning_smartinfinity.native import (
     Operation,
 )
 from tests.helpers.native_testing import use_cuda_library
-from tests.native.builds import run_python
+from tests.native.builds import assert_in_fork, is_refused, run_python
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Run, StoredState
 
@@ -32,7 +32,10 @@ from tests.native.stored import Run, StoredState
     [("/nowhere/libcuda.so.1", "cannot be opened: /nowhere/libcuda.so.1"), ("libm.so.6", "has no cuInit")],
 )
 def test_no_driver(fake_cuda: FakeCuda, library: str, problem: str) -> None:
-    """A missing driver is reported when a device is asked for, with its library. It is found if it comes later."""
+    """A missing driver is reported when a device is asked for, with its library, and so is a missing device.
+
+    The driver is found if it comes later.
+    """
     use_cuda_library(library)
     with pytest.raises(CudaError, match=problem) as raised:
         CudaDevice(0)
@@ -42,10 +45,6 @@ def test_no_driver(fake_cuda: FakeCuda, library: str, problem: str) -> None:
     CudaDevice(0)
     CudaDevice(1)
     assert fake_cuda.calls().count("cuInit") == 1
-
-
-def test_no_such_device(fake_cuda: FakeCuda) -> None:
-    """The driver's error for a device that does not exist is passed on with its number."""
     with pytest.raises(CudaError, match=r"^cuDeviceGet failed: CUDA_ERROR_FAKE \(101\): made up for a test\."):
         CudaDevice(7)
 
@@ -86,23 +85,21 @@ def test_a_pool_registers_what_it_lends(fake_cuda: FakeCuda) -> None:
     device = CudaDevice(0)
     pool = MemoryPool(device=device)
     pool.limit = 3 << 20
-    first, second = pool.take(1 << 20), pool.take(1 << 20)
+    leases = [pool.take(1 << 20), pool.take(1 << 20)]
     assert fake_cuda.held()["registered"] == 1 and pool.nbytes == 3 << 20
-    larger = pool.take(2 << 20)
+    leases.append(pool.take(2 << 20))
     assert fake_cuda.held()["registered"] == 2 and pool.nbytes == 5 << 20
-    del first, larger
+    del leases[::2]
     gc.collect()
     assert fake_cuda.held()["registered"] == 1 and pool.nbytes == 3 << 20
-    assert pool.take(1 << 20).nbytes == 1 << 20 and fake_cuda.held()["registered"] == 1
     pool.limit = 0
-    gc.collect()
-    assert fake_cuda.held()["registered"] == 1 and pool.nbytes == 3 << 20 and pool.lent_bytes == 1 << 20
+    assert fake_cuda.held()["registered"] == 1 and pool.lent_bytes == 1 << 20
     fake_cuda.fail("cuMemHostRegister_v2")
-    third = pool.take(3 << 20)
-    third.memoryview()[:] = bytes(3 << 20)
+    leases.append(pool.take(3 << 20))
+    leases[-1].memoryview()[:] = bytes(3 << 20)
     assert fake_cuda.held()["registered"] == 1
     assert device.registration_failure.startswith("cuMemHostRegister_v2 failed: CUDA_ERROR_FAKE (2): out of memory")
-    del second, third
+    leases.clear()
     gc.collect()
     assert fake_cuda.held()["registered"] == 0 and pool.nbytes == 0
 
@@ -123,26 +120,19 @@ def test_a_driver_that_is_gone(fake_cuda: FakeCuda) -> None:
 def test_a_forked_child_leaves_the_driver_alone(fake_cuda: FakeCuda) -> None:
     """In a forked child the parent's objects raise when used, and call nothing when they are freed."""
     device = CudaDevice(0)
-    stream, event, buffer = CudaStream(device), CudaEvent(device), HostBuffer(4096)
-    buffer.register(device)
+    held: dict[str, Any] = {"stream": CudaStream(device), "event": CudaEvent(device), "buffer": HostBuffer(4096)}
+    held["buffer"].register(device)
     fake_cuda.clear()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            raised = 0
-            for use in (lambda: event.record(0), lambda: stream.follow(0), lambda: CudaEvent(device)):
-                try:
-                    use()
-                except RuntimeError as error:
-                    raised += "forked" in str(error)
-            buffer.unregister()
-            del stream, event, buffer, device, use
-            gc.collect()
-            status = 0 if raised == 3 and fake_cuda.log() == [] else 2
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def calls_nothing() -> bool:
+        uses = (lambda: held["event"].record(0), lambda: held["stream"].follow(0), lambda: CudaEvent(device))
+        refused = [is_refused(use) for use in uses]
+        held["buffer"].unregister()
+        held.clear()
+        gc.collect()
+        return refused == [True, True, True] and fake_cuda.log() == []
+
+    assert_in_fork(calls_nothing)
     assert fake_cuda.held()["registered"] == 1
 
 
@@ -162,21 +152,8 @@ def test_the_end_of_a_process_that_holds_everything(fake_cuda: FakeCuda) -> None
     assert run_python(code) == ""
 
 
-def test_parameters_of_two_sizes_in_one_tasklet(fake_cuda: FakeCuda, tmp_path: Path) -> None:
-    """Parameters of two types in one tasklet are refused, because they would overlap in a slot."""
-    stream = CudaStream(CudaDevice(0))
-    with StoredState(tmp_path, 1_000) as state:
-        runs = [
-            Run(0, 500, parameter=np.zeros(500, np.float32)),
-            Run(500, 500, parameter=np.zeros(500, np.float16), parameter_dtype=DType.FLOAT16),
-        ]
-        batch = Batch(Operation.READ, state.tasklets(runs), [], stream)
-        with pytest.raises(ValueError, match="tasklet 0: parameters on a device are of one dtype"):
-            state.pipeline.submit(batch)
-
-
-def test_a_batch_whose_parameters_do_not_travel(fake_cuda: FakeCuda, tmp_path: Path) -> None:
-    """A batch with a stream but without parameters allocates no slots and copies nothing."""
+def test_parameters_of_a_batch_with_a_stream(fake_cuda: FakeCuda, tmp_path: Path) -> None:
+    """Without parameters a batch allocates no slots and copies nothing. Parameters of two types would overlap there."""
     stream = CudaStream(CudaDevice(0))
     with StoredState(tmp_path, 1_000) as state:
         state.write(*(np.ones(1_000, np.float32) for _ in range(3)))
@@ -188,3 +165,6 @@ def test_a_batch_whose_parameters_do_not_travel(fake_cuda: FakeCuda, tmp_path: P
         assert state.pipeline.finish() is None
         assert found.all()
         assert (state.pipeline.ring_bytes, fake_cuda.log()) == (ring_bytes, [])
+        runs = [Run(0, 500, parameter=found), Run(500, 500, parameter=found, parameter_dtype=DType.FLOAT16)]
+        with pytest.raises(ValueError, match="tasklet 0: parameters on a device are of one dtype"):
+            state.pipeline.submit(Batch(Operation.READ, state.tasklets(runs), [], stream))
