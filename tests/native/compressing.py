@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from lightning_smartinfinity.native import DType, GradientCodec, Segment, Tasklet
 from tests.helpers.compressed import Source
-from tests.helpers.golden import Bits, decode
+from tests.helpers.golden import Bits, Floats, decode
 from tests.helpers.native_testing import decode_gradient, encode_gradient
-from tests.helpers.update_rules import Floats
 
 __all__ = ["Array", "Compressing", "Parts", "decoded", "mask_of"]
 
@@ -104,13 +103,12 @@ def mask_of(numel: int, parts: Parts, padding: Sequence[tuple[int, int]]) -> npt
     return mask
 
 
-def decoded(payload: bytes, numel: int, first: int = 0, last: int | None = None) -> Floats:
+def decoded(payload: bytes, numel: int) -> Floats:
     """Return a payload's elements as fp32."""
     memory = np.frombuffer(payload, np.uint8).copy()
-    count = (numel if last is None else last) - first
-    out = np.full(4 * count + _GUARD, 0xA5, np.uint8)
-    dtype = decode_gradient(memory.ctypes.data, len(payload), numel, out.ctypes.data, first=first, last=last)
-    used = _ITEM_BYTES[dtype] * count
+    out = np.full(4 * numel + _GUARD, 0xA5, np.uint8)
+    dtype = decode_gradient(memory.ctypes.data, len(payload), numel, out.ctypes.data)
+    used = _ITEM_BYTES[dtype] * numel
     assert (out[used:] == 0xA5).all()
     stored = np.float32 if dtype is DType.FLOAT32 else np.int16
     return decode(out[:used].view(stored).copy(), dtype)

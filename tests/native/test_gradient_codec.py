@@ -1,4 +1,4 @@
-"""The top-K codec sends the same elements, values and bytes as the numpy reference."""
+"""The codecs send the same elements, values and bytes as the numpy reference; damaged payloads are refused."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_smartinfinity.native import DType, TopK
-from tests.helpers.compressed import top_k
-from tests.helpers.golden import DTYPES, encode
+from lightning_smartinfinity.native import BlockScaled, DType, TopK
+from tests.helpers.compressed import BLOCK, block_scaled, expand, top_k
+from tests.helpers.golden import DTYPES, Floats, encode
 from tests.helpers.native_testing import (
     InstructionSet,
-    encode_gradient,
 )
-from tests.helpers.payload import BLOCK, expand
-from tests.helpers.update_rules import Floats
-from tests.native.compressing import Compressing, decoded
+from tests.native.codecs import CELL
+from tests.native.compressing import Array, Compressing, decoded
 
 _SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 1.17549435e-38, 3e38, -3e38, 65520], np.float32)
 
@@ -184,35 +182,85 @@ def test_no_such_ratio(ratio: float) -> None:
         TopK(ratio=ratio)
 
 
-def test_count() -> None:
-    codec = TopK(ratio=0.01)
-    assert [codec.count(numel) for numel in (0, 1, 100, 101, 65_536)] == [0, 1, 1, 2, 656]
-    assert codec.exact and codec.ratio == 0.01 and codec.name == "TopK"
-    assert codec.value_dtype(DType.FLOAT16) is DType.FLOAT16
-    assert TopK(ratio=1.0, value_dtype=DType.FLOAT16).value_dtype(DType.BFLOAT16) is DType.BFLOAT16
+# ---- 8 bits per element, with a scale for each block of 256
+
+
+def random_gradient(numel: int, seed: int = 0) -> Floats:
+    """Return values of many magnitudes, between blocks and within them."""
+    random = np.random.default_rng(seed)
+    exponents = np.repeat(random.integers(-130, 100, -(-numel // CELL)), CELL)[:numel]
+    return np.ldexp(random.standard_normal(numel), exponents + random.integers(0, 9, numel)).astype(np.float32)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 255, 256, 257, 4_096, 100_003])
+def test_sizes_of_8_bits(instruction_set: InstructionSet, numel: int) -> None:
+    gradient = random_gradient(numel, seed=numel)
+    payload = Compressing(gradient).encode(BlockScaled())
+    assert payload == block_scaled(gradient)
+    assert len(payload) == BlockScaled().payload_bytes(numel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_left_out_of_8_bits(dtype: DType) -> None:
+    """Elements that are not sent decode to zero and do not affect their block's scale."""
+    numel = 2_000
+    gradient, residual = random_gradient(numel, 1), random_gradient(numel, 2)
+    gradient[300:500] = residual[1_000:1_100] = 3e38
+    parts = [(10, 300, 0), (300, 500, -1), (500, 1_990, 1)]
+    compressing = Compressing(encode(gradient, dtype), dtype, residual, 2.0, parts, padding=[(1_000, 100)])
+    payload = compressing.encode(BlockScaled())
+    assert payload == block_scaled(compressing.source.values)
+    assert not decoded(payload, numel)[~compressing.source.eligible].any()
+
+
+def test_not_finite_in_8_bits() -> None:
+    """Non-finite elements become the largest of their block, whose scale depends on the finite elements only."""
+    gradient = np.ones(300, np.float32)
+    gradient[[3, 4, 5]] = np.inf, -np.inf, np.nan
+    found = decoded(Compressing(gradient).encode(BlockScaled()), 300)
+    np.testing.assert_array_equal(found[3:6], np.array([127, -127, 127], np.float32) / 64)
+    assert (np.delete(found, [3, 4, 5]) == 1).all()
+
+
+def test_the_largest_magnitudes_in_8_bits() -> None:
+    """The largest fp32 values stay finite."""
+    gradient = np.array([np.finfo(np.float32).max, -3.39e38, 1e30, 0], np.float32)
+    found = decoded(Compressing(gradient).encode(BlockScaled()), 4)
+    np.testing.assert_array_equal(found, np.array([127 * 2.0**121, -127 * 2.0**121, 0, 0], np.float32))
+
+
+def word(number: int, value: int) -> Callable[[Array], object]:
+    return lambda payload: payload.view(np.uint32).__setitem__(number, value)
+
+
+def byte(at: int, value: int) -> Callable[[Array], object]:
+    return lambda payload: payload.__setitem__(at, value)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, r"tasklet 7: payload_bytes is 255, its gradient may take 256 by TopK"),
-        ({"padding": [(5, 10), (14, 2)]}, "padding must be in ascending order"),
-        ({"padding": [(90, 11)]}, "padding of 11 elements at 90 leaves its 100 elements"),
-        ({"padding": [(101, 0)]}, "padding of 0 elements at 101 leaves"),
-        ({"parts": [(0, 101, 0)]}, "a segment of 101 elements at 0 leaves"),
-        ({"parts": [(0, 60, 0), (50, 60, 0)]}, "segments must be in ascending order"),
-        ({"scale": 0.0}, "residual_scale 0.0+ is not a positive number"),
-        ({"scale": math.inf}, "residual_scale inf is not"),
-        ({"scale": math.nan}, "residual_scale nan is not"),
+        (word(0, 5), "magic is 5"),
+        (word(1, 2), "version is 2"),
+        (word(2, 1_001), "number of elements is 1001, expected 1000"),
+        (word(3, 5), "number of blocks is 5, expected 4"),
+        (word(4, 128), "elements of a block is 128"),
+        (word(5, 1), "type of values is 1"),
+        (word(6, 2), "beats of exponents is 2, expected 1"),
+        (word(7, 2**32 - 1), "beats of codes is 4294967295"),
+        (byte(64, 0), r"exponent 0 of block 0 is not in \[1, 248\]"),
+        (byte(67, 249), "exponent 249 of block 3"),
+        (byte(128, 0x80), "no code -128, that of element 0"),
+        (byte(128 + 999, 0x80), "no code -128, that of element 999"),
+        *((nbytes, r"has no header|size is \d+, expected 1152") for nbytes in (0, 63, 64, 128, -1)),
     ],
 )
-def test_what_cannot_be_compressed(change: dict[str, object], message: str) -> None:
-    gradient = np.ones(200, np.float32)[:100]
-    compressing = Compressing(gradient, residual=np.zeros(100, np.float32), memory=np.zeros(4096, np.uint8))
-    for name, value in change.items():
-        setattr(compressing, name, value)
-    codec = TopK(ratio=0.01)
-    tasklet = compressing.tasklet(codec.payload_bytes(100) - (not change))
+def test_damaged_8_bits(change: Callable[[Array], object] | int, message: str) -> None:
+    """A payload with a bad header, exponent or code, or a part of one, is refused."""
+    payload = np.frombuffer(Compressing(random_gradient(1_000)).encode(BlockScaled()), np.uint8).copy()
+    if isinstance(change, int):
+        payload = payload[:change]
+    else:
+        change(payload)
     with pytest.raises(ValueError, match=message):
-        encode_gradient(codec, tasklet, residual_scale=compressing.scale)
-    assert not compressing.memory.any()
+        decoded(payload.tobytes(), 1_000)

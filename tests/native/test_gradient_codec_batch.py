@@ -1,7 +1,8 @@
-"""Batches with a codec update every tasklet by the gradient in its payload."""
+"""Batches update tasklets by the gradients in their payloads, which they may compress themselves."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ from lightning_smartinfinity.native import (
     BlockScaled,
     DType,
     GradientCodec,
+    Identity,
     Operation,
     TopK,
 )
-from tests.helpers.compressed import Source, block_scaled, top_k
-from tests.helpers.golden import DTYPES, STEPS_OF_RULES, assert_same_bits, encode, random_arrays
-from tests.helpers.update_rules import adam_step
+from tests.helpers.compressed import BLOCK, Payload, Source, block_scaled, build, compress, expand, top_k
+from tests.helpers.golden import DTYPES, STEPS_OF_RULES, adam_step, assert_same_bits, encode, random_arrays
 from tests.native.compressing import Parts, mask_of
-from tests.native.stored import Array, Run, StoredState
+from tests.native.stored import JOB, Array, Run, StoredState
 
 NUMEL = 40_000
 TASKLET = 66 * 256
@@ -115,7 +116,11 @@ def test_as_with_payloads_by_numpy(tmp_path: Path, name: str, dtype: DType) -> N
         ({"payloads": {}}, "tasklet 0: a payload address is needed"),
         ({"payloads": {0: np.zeros(100, np.uint8)}}, "payload_bytes is 100, its gradient may take 3200 by TopK"),
         ({"padding": [(16_000, 2_000)]}, "tasklet 0: padding of 2000 elements at 16000 leaves its 16896"),
-        ({"residual_scale": -1.0}, "tasklet 0: residual_scale -1.0+ is not"),
+        ({"padding": [(500, 10), (505, 2)]}, "padding must be in ascending order"),
+        *(
+            ({"residual_scale": scale}, rf"tasklet 0: residual_scale {scale}0* is not")
+            for scale in (-1.0, 0.0, math.inf, math.nan)
+        ),
         ({"codec": None, "residual": None}, "a gradient address beside the tasklet's payload|no header|magic is 0"),
         ({"codec": None, "payloads": {}}, "residual and padding are for a batch with a codec"),
         ({"codec": None, "residual": None, "payloads": {}, "padding": [(1, 1)]}, "residual and padding are for"),
@@ -133,3 +138,137 @@ def test_what_cannot_be_compressed(tmp_path: Path, change: dict[str, Any], messa
         with pytest.raises(ValueError, match=message):
             state.pipeline.submit(Batch(change.get("operation", Operation.UPDATE), tasklets, [step, step], **options))
         assert np.all(state.read()[0] == arrays[0])
+
+
+# ---- payloads that were made elsewhere, as by a card: nothing out of bounds
+
+LENGTH = 70_001  # two blocks, and chunks that end inside them
+
+
+def memory_of(payload: Payload) -> Array:
+    return np.frombuffer(payload.tobytes(), np.uint8).copy()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "state_format"),
+    [
+        *((name, dtype, 0) for name in STEPS_OF_RULES for dtype in DTYPES),
+        *(("adamw", DType.BFLOAT16, state_format) for state_format in (1, 2, 3)),
+    ],
+)
+def test_as_its_dense_form(tmp_path: Path, name: str, dtype: DType, state_format: int) -> None:
+    """A compressed gradient updates like its dense form, with segments of any borders, with and without a step.
+
+    Formats that round whole blocks take segments that end with a block.
+    """
+    step = STEPS_OF_RULES[name][0]
+    identity = Identity(job=JOB, rank=0, state_format=state_format)
+    borders = (0, 12_288, 20_480, 65_536) if state_format else (3, 12_289, 20_500, 65_537)
+    gradient, *state = random_arrays(step, LENGTH, 0, special=False)
+    payload = compress(gradient, 0.05, dtype)
+    dense = expand(payload.tobytes())
+    results = []
+    for folder, payloads in (("sparse", {0: memory_of(payload)}), ("dense", {})):
+        (tmp_path / folder).mkdir()
+        parameter = np.zeros(LENGTH, np.float32)
+        runs = [
+            Run(
+                first,
+                last - first,
+                step=number,
+                gradient=None if payloads else dense[first:],
+                gradient_dtype=dtype if payloads else DType.FLOAT32,
+                parameter=parameter[first:],
+            )
+            for first, last, number in zip(borders, (*borders[1:], LENGTH), (0, -1, 0, 0), strict=True)
+        ]
+        with StoredState(
+            tmp_path / folder, LENGTH, num_arrays=len(state), identity=identity, payloads=payloads
+        ) as stored:
+            stored.write(*state)
+            assert stored.work(Operation.UPDATE, runs, [step]) is None
+            results.append((parameter, *stored.read()))
+    for found, expected in zip(*results, strict=True):
+        assert_same_bits(found, expected)
+
+
+def stored_with(folder: Path, payload: Array, numel: int) -> StoredState:
+    stored = StoredState(folder, numel, payloads={0: payload})
+    stored.write(*(np.ones(numel, np.float32) for _ in range(3)))
+    return stored
+
+
+def word(number: int, value: int) -> Callable[[Payload], None]:
+    def change(payload: Payload) -> None:
+        payload.header.view(np.uint32)[number] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (word(0, 1), "magic is 1"),
+        (word(1, 2), "version is 2"),
+        (word(2, LENGTH + 1), "number of elements is 70002, expected 70001"),
+        (word(3, 3), "number of blocks is 3, expected 2"),
+        (word(4, LENGTH + 1), "more values than there are elements"),
+        (word(4, 2**32 - 1), "more values than there are elements"),
+        (word(5, 3), "no type of values 3"),
+        (word(6, 2), "beats of counts is 2, expected 1"),
+        (word(7, 0), "beats of indices is 0"),
+        (word(8, 2**31), "beats of values is 2147483648"),
+        *((nbytes, r"no header|size is \d+") for nbytes in (1, 63, 64, -64, -1)),
+    ],
+)
+def test_bad_header(tmp_path: Path, change: Callable[[Payload], None] | int, message: str) -> None:
+    """A payload with a wrong number in its header, or a part of one, is refused."""
+    payload = compress(np.ones(LENGTH, np.float32), 0.01, DType.FLOAT32)
+    if not isinstance(change, int):
+        change(payload)
+    memory = memory_of(payload)[: change if isinstance(change, int) else None]
+    with stored_with(tmp_path, memory, LENGTH) as stored, pytest.raises(ValueError, match=message):
+        stored.work(Operation.UPDATE, [Run(0, LENGTH, step=0)], [adam_step()])
+
+
+@pytest.mark.parametrize(
+    ("positions", "change", "message"),
+    [
+        ([5, 6], lambda indices, counts: indices.__setitem__(1, 5), "index 5 of block 0 is not above"),
+        ([5, 6], lambda indices, counts: indices.__setitem__(1, 4), "index 4 of block 0 is not above"),
+        (
+            [5, BLOCK],
+            lambda indices, counts: indices.__setitem__(1, LENGTH - BLOCK),
+            "index 4465 of block 1 is past",
+        ),
+        ([5, BLOCK], lambda indices, counts: counts.__setitem__(1, 0), "counts do not give the header's sum, 2"),
+        ([5, BLOCK], lambda indices, counts: counts.__setitem__(0, 2), "counts do not give the header's sum, 2"),
+        ([5, BLOCK], lambda indices, counts: counts.__setitem__(0, 2**32 - 1), "counts do not give"),
+    ],
+)
+def test_bad_index_or_count(
+    tmp_path: Path, positions: list[int], change: Callable[[Array, Array], None], message: str
+) -> None:
+    """A bad index or count fails the batch before anything of the tasklet changes."""
+    payload = build(np.array(positions), np.ones(len(positions), np.float32), LENGTH, DType.FLOAT32)
+    change(payload.indices.view(np.uint16), payload.counts.view(np.uint32))
+    parameter = np.full(LENGTH, 7, np.float32)
+    with stored_with(tmp_path, memory_of(payload), LENGTH) as stored:
+        failure = stored.work(Operation.UPDATE, [Run(0, LENGTH, step=0, parameter=parameter)], [adam_step()])
+        assert failure is not None and failure.kind == "gradient" and message in failure.message
+        assert "the compressed gradient of tasklet 0 is refused" in failure.message
+        assert np.all(parameter == 7)
+        assert stored.pipeline.finished() == []
+        assert np.all(stored.read()[0] == 1)
+
+
+def test_segments_beside_a_payload(tmp_path: Path) -> None:
+    gradient = np.ones(64, np.float32)
+    payload = memory_of(compress(gradient, 0.5, DType.FLOAT16))
+    with stored_with(tmp_path, payload, 64) as stored:
+        with pytest.raises(ValueError, match="gradient address beside the tasklet's payload"):
+            stored.work(Operation.UPDATE, [Run(0, 64, step=0, gradient=gradient)], [adam_step()])
+        with pytest.raises(ValueError, match="another type than the payload's values"):
+            stored.work(Operation.UPDATE, [Run(0, 64, step=0)], [adam_step()])
+        with pytest.raises(ValueError, match="a payload is for UPDATE only"):
+            stored.pipeline.submit(Batch(Operation.READ, stored.tasklets([Run(0, 64)], compressed=True)))
