@@ -61,8 +61,9 @@ assert not values.any(), "what is dropped takes up memory"
 """
 
 
-@pytest.mark.parametrize("page_bytes", [16 << 10, 64 << 10])
-@pytest.mark.parametrize("code", [LEASES, GRADIENTS], ids=["leases", "gradients"])
+@pytest.mark.parametrize(
+    ("code", "page_bytes"), [(LEASES, 64 << 10), (GRADIENTS, 16 << 10)], ids=["leases", "gradients"]
+)
 def test_what_lies_in_the_same_page_stays(code: str, page_bytes: int, tmp_path: Path) -> None:
     """Every lease and every block keeps its bytes while the memory beside it goes back to the system."""
     library = built_once("liblargepages.so", Path(__file__).with_name("large_pages.cpp"))

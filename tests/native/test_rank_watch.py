@@ -73,41 +73,6 @@ def test_an_error_is_told_to_every_rank_but_its_own(watches: list[RankWatch]) ->
     await_that(lambda: not any(watch.report().failed for watch in watches))
 
 
-def test_rank_0_knows_where_each_rank_is(watches: list[RankWatch]) -> None:
-    """It keeps what each rank told last; the others know only what they told."""
-    for rank, watch in enumerate(watches):
-        watch.tell_place("first")
-        watch.tell_place(f"place {rank}")
-    await_that(lambda: [place.where for place in watches[0].places().values()] == ["place 0", "place 1", "place 2"])
-    assert list(watches[1].places()) == [1]
-
-
-def test_a_divergence_is_told_to_every_rank_and_stays(watches: list[RankWatch]) -> None:
-    """A later training of the same processes cannot meet either."""
-    watches[2].tell_divergence("two places")
-    for watch in watches:
-        assert watch.wait(LIMIT).diverged == "two places"
-        watch.end_training()
-        assert watch.report().diverged == "two places"
-
-
-def test_sigterm_is_told_to_every_rank(watches: list[RankWatch], capfd: pytest.CaptureFixture[str]) -> None:
-    """Each rank says which one received it."""
-    watches[2].tell_sigterm()
-    for each in watches:
-        await_that(lambda each=each: each.report().asked is not None)
-        assert each.report().asked.rank == 2
-        assert each.report().lost is None
-    said: list[str] = []
-
-    def all_have_said() -> bool:
-        said.extend(capfd.readouterr().err.splitlines())
-        return len(said) >= 3
-
-    await_that(all_have_said)
-    assert sorted(said) == [f"smart_infinity, rank {rank}: rank 2 on west received SIGTERM." for rank in range(3)]
-
-
 def test_a_rank_that_ends_as_it_should_is_not_lost(watches: list[RankWatch]) -> None:
     """Rank 0 hears its farewell, and no process ends."""
     watches[1].close()
@@ -138,15 +103,6 @@ def test_whether_rank_0_is_lost(
     lost = watch.wait(1.0 if expected is None else LIMIT).lost  # a second is twice the time after which silence counts
     assert (lost is None) == (expected is None)
     assert expected is None or (lost.rank == 0 and lost.why.startswith(expected))
-
-
-def test_a_closed_watch(watches: list[RankWatch]) -> None:
-    """A closed watch still reports, and closes again."""
-    watches[0].close()
-    watches[0].close()
-    assert watches[0].report().lost is None
-    with pytest.raises(ValueError, match="it is closed"):
-        watches[0].begin_training()
 
 
 RANKS = """
@@ -180,27 +136,13 @@ def ranks(code: str, *, silence: float = NEVER) -> subprocess.CompletedProcess[s
         return subprocess.CompletedProcess(done.args, done.returncode, out.read(), err.read())
 
 
-def test_a_process_ends_whose_training_cannot_go_on() -> None:
-    """Rank 0 blocks for ever, holding Python's lock. It says why it ends."""
-    done = ranks("""
-        if rank == 1:
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
-        import ctypes
-        ctypes.PyDLL(None).sleep(1000)
-    """)
-    assert done.returncode == RANK_LOST_STATUS, done.stderr
-    assert "smart_infinity, rank 0: rank 1 on south is lost: it was killed or crashed.\n" in done.stderr
-    assert "ends now, because rank 1 on south was killed or crashed.\n" in done.stderr
-
-
 def test_a_stopped_process_is_lost_and_one_that_computes_is_not() -> None:
     """Rank 1 first holds Python's lock for longer than silence may last, which nobody minds."""
     done = ranks(
         """
         import ctypes
         if rank == 1:
-            ctypes.PyDLL(None).sleep(4)
+            ctypes.PyDLL(None).sleep(2)
             os.kill(os.getpid(), signal.SIGSTOP)
         began = time.monotonic()
         while watch.report().lost is None:
@@ -210,17 +152,22 @@ def test_a_stopped_process_is_lost_and_one_that_computes_is_not() -> None:
         sys.stdout.flush()
         ctypes.PyDLL(None).sleep(1000)
     """,
-        silence=2,
+        silence=1,
     )
     assert done.returncode == RANK_LOST_STATUS, done.stderr
     seconds, why = done.stdout.strip().split(" ", 1)
-    assert float(seconds) > 4
-    assert why == "has not answered for 2 s"
+    assert float(seconds) > 2
+    assert why == "has not answered for 1 s"
 
 
-def test_a_forked_child_keeps_no_connection_open() -> None:
-    """Rank 1's child outlives it, as a DataLoader's worker may, and ends by SIGTERM as it always does."""
+def test_a_killed_process_ends_the_other_ranks() -> None:
+    """Rank 0 blocks for ever, holding Python's lock. It ends, and says why.
+
+    Rank 1's child keeps no connection open. It outlives it, as a DataLoader's worker may, and ends by SIGTERM as it
+    always does.
+    """
     done = ranks("""
+        import ctypes
         if rank == 1:
             worker = os.fork()
             if worker == 0:
@@ -229,10 +176,12 @@ def test_a_forked_child_keeps_no_connection_open() -> None:
             print(worker, flush=True)
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1000)
+        ctypes.PyDLL(None).sleep(1000)
     """)
     os.kill(int(done.stdout), signal.SIGTERM)
     assert done.returncode == RANK_LOST_STATUS, done.stderr
+    assert "smart_infinity, rank 0: rank 1 on south is lost: it was killed or crashed.\n" in done.stderr
+    assert "ends now, because rank 1 on south was killed or crashed.\n" in done.stderr
 
 
 def test_sigterm_ends_a_process_without_a_handler_of_its_own_and_the_other_ranks() -> None:
@@ -279,18 +228,18 @@ def test_all_ranks_stopped_alike_go_on() -> None:
     done = ranks(
         """
         if rank == 1:
-            time.sleep(6)
+            time.sleep(3)
             print(watch.report().lost, flush=True)
             watch.close()
             sys.exit()
-        pause = f"sleep 0.5; kill -STOP {os.getpid()} {child}; sleep 3; kill -CONT {os.getpid()}; kill -CONT {child}"
+        pause = f"sleep 0.5; kill -STOP {os.getpid()} {child}; sleep 2; kill -CONT {os.getpid()}; kill -CONT {child}"
         os.system(f"({pause}) &")
-        time.sleep(6)
+        time.sleep(3)
         print(watch.report().lost, flush=True)
         os.waitpid(child, 0)
         watch.close()
     """,
-        silence=2,
+        silence=1,
     )
     assert (done.returncode, done.stdout) == (0, "None\nNone\n"), done.stderr
 
@@ -299,7 +248,7 @@ def test_a_stderr_that_nobody_reads() -> None:
     """Its full pipe delays no word to the other ranks, no Python and no end."""
     done = ranks("""
         if rank == 1:
-            time.sleep(1)
+            time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         os.dup2(os.pipe()[1], 2)
         os.set_blocking(2, False)
