@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_smartinfinity.native import FileQueue, HostBuffer, Operation, Pipeline, StateFile
+from lightning_smartinfinity.native import Operation
+from tests.helpers.golden import adam_step
 from tests.helpers.native_testing import inject
-from tests.helpers.update_rules import adam_step
 from tests.native.stored import Run, StoredState
 from tests.native.test_pipeline import adam, assert_same, initial, normals
 
@@ -47,11 +47,7 @@ def start_slow_update(state: StoredState, *, delay_us: int) -> tuple[Any, Any]:
     return gradient, parameter
 
 
-WAITS: list[Callable[[Pipeline], object]] = [Pipeline.wait, Pipeline.finish]
-
-
-@pytest.mark.parametrize("wait", WAITS)
-def test_an_interrupt_ends_the_wait_and_stop_the_batch(wait: Callable[[Pipeline], object], tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_wait_and_stop_the_batch(tmp_path: Path) -> None:
     """An interrupt ends the wait early. stop() skips tasklets that have not begun. The old place stays intact."""
     arrays = initial(NUMEL)
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
@@ -59,7 +55,7 @@ def test_an_interrupt_ends_the_wait_and_stop_the_batch(wait: Callable[[Pipeline]
         state.write(*arrays)
         _, parameter = start_slow_update(state, delay_us=100_000)
         with interrupted():
-            wait(state.pipeline)
+            state.pipeline.wait()
         state.pipeline.stop()
         assert parameter[-1] == UNTOUCHED
         seen = parameter.copy()
@@ -79,22 +75,3 @@ def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
             state.pipeline.finish()
         assert state.pipeline.finish() is None
         np.testing.assert_array_equal(parameter, adam(STEP, gradient, arrays)[0])
-
-
-def test_an_interrupted_request_goes_on(tmp_path: Path) -> None:
-    """An interrupt ends the wait for a request early, and a later wait returns its result."""
-    written = np.random.default_rng(0).integers(1, 256, (40, 4096), np.uint8)
-    (tmp_path / "file").write_bytes(written.tobytes())
-    file = StateFile(str(tmp_path / "file"), direct=False)
-    # A thread reads one after the other. io_uring would finish all reads while the first completion is delayed.
-    queue, memory = FileQueue(io_threads=1, io_engine="threads"), HostBuffer(written.nbytes)
-    read = np.frombuffer(memory.memoryview(), np.uint8).reshape(written.shape)
-    inject(queue, seed=1, max_delay_us=25_000)
-    tickets = [
-        queue.read(file, offset=i * 4096, address=memory.address + i * 4096, nbytes=4096) for i in range(len(read))
-    ]
-    with interrupted():
-        queue.wait(tickets[-1])
-    assert not read[-1].any(), "it was not waited for"
-    assert [queue.wait(ticket) for ticket in tickets] == [None] * len(tickets)
-    np.testing.assert_array_equal(read, written)
