@@ -1,14 +1,18 @@
-"""Creating and removing a store: the files it makes, the files it leaves behind, and the obstacles it reports."""
+"""Creating and removing a store: the space it needs, the files it leaves behind, and the obstacles it reports."""
 
 from __future__ import annotations
 
 import errno
-import json
+import itertools
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_smartinfinity.errors import (
     ConfigError,
@@ -16,60 +20,11 @@ from lightning_smartinfinity.errors import (
     StorageFullError,
 )
 from lightning_smartinfinity.settings import TransferConfig
-from lightning_smartinfinity.storage import ExtentMap
+from lightning_smartinfinity.storage import ExtentMap, SpaceRequest, measure_space, require_space, shortfalls
 from lightning_smartinfinity.storage.state.opening import create_store
-from tests.storage.makers import commit_generation, create, created, description, left, recovered, tree
+from tests.storage.makers import commit_generation, create, created, description, extents, left, recovered, tree
 
 RANK_FILES = {"lock", "manifest.json", "state.bin"}
-
-
-def test_folders_and_files(tmp_path: Path) -> None:
-    """Each storage folder has one fully allocated state file, private to the user. The first has the commit record.
-
-    Every folder has a JSON manifest that describes the store.
-    """
-    folders = [tmp_path / "a" / "deep", tmp_path / "b"]
-    with created(folders, rank=3, job="mine", durability="power") as store:
-        first, second = (folder / "mine" / "rank-00003" for folder in folders)
-        assert tree(first) == RANK_FILES | {"commit.bin"}
-        assert tree(second) == RANK_FILES
-        for device, folder in enumerate((first, second)):
-            status = (folder / "state.bin").stat()
-            assert status.st_size == store.extents.file_bytes(device)
-            assert status.st_blocks * 512 >= status.st_size
-            assert status.st_mode & 0o777 == 0o600
-            manifest = json.loads((folder / "manifest.json").read_text())
-            assert manifest["layout"].pop("numel") == store.extents.numel
-            assert [parameter["name"] for parameter in manifest["parameters"]] == ["p0", "p1"]
-            assert manifest == manifest | {
-                "version": 4,
-                "state_format": "fp32",
-                "device": device,
-                "folders": list(map(str, folders)),
-                "durability": "power",
-                "groups": [{"lr": 0.1}],
-            }
-        assert store.generation == -1
-    assert tree(tmp_path) == {"a", "a/deep", "b"}
-
-
-def test_strangers_files_are_left_alone(tmp_path: Path) -> None:
-    """Removing a store removes its own files only, and keeps a folder that holds anything else."""
-    store = create([tmp_path])
-    mine = tmp_path / "default" / "notes.txt"
-    mine.write_text("mine")
-    store.close(remove=True)
-    assert tree(tmp_path) == {"default", "default/notes.txt"}
-
-
-def test_close_keeps_or_removes(tmp_path: Path) -> None:
-    """Closing is idempotent, and a store closed without removal can be recovered."""
-    store = create([tmp_path])
-    commit_generation(store, 0)
-    store.close(remove=False)
-    store.close(remove=True)  # already closed: nothing is removed
-    assert recovered(tmp_path) == 0
-    assert tree(tmp_path) == set()
 
 
 def test_close_when_storage_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +46,11 @@ def test_close_when_storage_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_leftovers_are_replaced(tmp_path: Path) -> None:
     """A new store silently replaces a leftover that is unlocked and was not to be kept.
 
-    A state file without a manifest is replaced, too, because the lock says that this package made it.
+    A state file without a manifest, and a manifest that was being written, are replaced, too, because the lock says
+    that this package made them.
     """
     folder = left(tmp_path)
+    (folder / "manifest.json.new").write_text("half")
     with created([tmp_path]) as store:
         assert store.generation == -1
     folder.mkdir(parents=True)
@@ -148,22 +105,49 @@ def test_too_little_space(tmp_path: Path) -> None:
     assert tree(tmp_path) == set()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_allocation_that_fails_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """If allocation fails in the second folder, the first folder's files are removed as well."""
-    real, calls = os.posix_fallocate, []
+def half_allocated(number: int) -> Callable[[int, int, int], None]:
+    """Return a ``posix_fallocate`` that allocates the first file, and half of the second."""
+    real, calls = os.posix_fallocate, list[int]()
 
-    def fail_second(descriptor: int, offset: int, length: int) -> None:
+    def allocate(descriptor: int, offset: int, length: int) -> None:
         calls.append(length)
         real(descriptor, offset, length // len(calls))
         if len(calls) == 2:
             raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "posix_fallocate", fail_second)
-    kind = StorageFullError if number == errno.ENOSPC else StorageError
-    with pytest.raises(kind, match=r"Allocating \d+ bytes for .*b/default/rank-00000/state\.bin") as caught:
+    return allocate
+
+
+def read_only(*_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+ALLOCATING = r"Allocating \d+ bytes for .*b/default/rank-00000/state\.bin"
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "kind", "problem", "remedy"),
+    [
+        ("posix_fallocate", half_allocated(errno.ENOSPC), StorageFullError, ALLOCATING, "Free"),
+        ("posix_fallocate", half_allocated(errno.EIO), StorageError, ALLOCATING, ""),
+        ("replace", read_only, StorageError, r"manifest\.json.*Read-only file system", "remount"),
+    ],
+    ids=["full", "broken", "read-only"],
+)
+def test_what_fails_half_way(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    call: Callable[..., None],
+    kind: type[StorageError],
+    problem: str,
+    remedy: str,
+) -> None:
+    """If a later file fails, all files and folders are removed again, the first folder's as well."""
+    monkeypatch.setattr(os, name, call)
+    with pytest.raises(kind, match=problem) as caught:
         create([tmp_path / "a", tmp_path / "b"])
-    assert type(caught.value) is kind
+    assert type(caught.value) is kind and remedy in caught.value.remedy
     assert tree(tmp_path) == set()
 
 
@@ -187,30 +171,6 @@ def test_limits_of_the_process(tmp_path: Path, limit: int, value: int | None, re
     assert tree(tmp_path) == set()
 
 
-def test_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure at the last file removes everything, the temporary file included."""
-
-    def refuse(source: str, target: str, **folders: int) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(StorageError, match=r"manifest\.json.*Read-only file system") as caught:
-        create([tmp_path / "new"])
-    assert "remount" in caught.value.remedy
-    assert tree(tmp_path) == set()
-
-
-def test_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store keeps working when the process changes its working directory."""
-    monkeypatch.chdir(tmp_path)
-    with created([Path("relative")]) as store:
-        (tmp_path / "elsewhere").mkdir()
-        monkeypatch.chdir(tmp_path / "elsewhere")
-        commit_generation(store, 0)
-        assert store.generation == 0
-    assert tree(tmp_path) == {"relative", "elsewhere"}
-
-
 def test_interrupted_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during the commit leaves the previous generation, in memory and on storage."""
     real = os.pwrite
@@ -228,3 +188,140 @@ def test_interrupted_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert store.generation == 0
     store.close(remove=False)
     assert recovered(tmp_path) == 0
+
+
+# ---- the check for free space: its arithmetic and its measurements
+
+
+def request(**changes: object) -> SpaceRequest:
+    values = {"machine": "one", "host": "one", "file_system": 7, "path": "/disk", "needed_bytes": 60, "free_bytes": 100}
+    return SpaceRequest(**(values | changes))  # type: ignore[arg-type]
+
+
+requests = st.lists(
+    st.builds(
+        SpaceRequest,
+        machine=st.sampled_from(["one", "two"]),
+        host=st.sampled_from(["first", "second"]),
+        file_system=st.integers(1, 2),
+        path=st.sampled_from(["/a", "/b"]),
+        needed_bytes=st.integers(0, 100),
+        free_bytes=st.integers(0, 200),
+        reclaimable_bytes=st.integers(0, 20),
+    ),
+    max_size=8,
+)
+
+
+@given(requests, st.randoms())
+def test_verdict_does_not_depend_on_order(gathered: list[SpaceRequest], random: object) -> None:
+    """All ranks come to the same result in any order of requests. Space is summed per file system of a machine."""
+    shuffled = list(gathered)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    verdict = shortfalls(gathered)
+    assert shortfalls(shuffled) == verdict
+    for machine, file_system in itertools.product(("one", "two"), (1, 2)):
+        sharing = [r for r in gathered if (r.machine, r.file_system) == (machine, file_system)]
+        needed = sum(r.needed_bytes for r in sharing)
+        free = min((r.free_bytes for r in sharing), default=0) + sum(r.reclaimable_bytes for r in sharing)
+        hosts = tuple(sorted({r.host for r in sharing}))
+        found = [s for s in verdict if (s.hosts, s.needed_bytes, s.free_bytes) == (hosts, needed, free)]
+        assert bool(found) >= (needed > free)
+    assert all(shortfall.needed_bytes > shortfall.free_bytes for shortfall in verdict)
+
+
+def test_ranks_that_share_a_disk_are_summed() -> None:
+    """Ranks on one disk are summed: each alone would fit, but not both. Ranks on different disks or machines fit.
+
+    Containers on one machine share its disks despite their own host names. Space of leftovers counts as free. The error
+    says how much is needed, where, how much is free, and the remedy.
+    """
+    (missing,) = shortfalls([request(path="/disk/b"), request(path="/disk/a")])
+    assert (missing.needed_bytes, missing.free_bytes, missing.paths) == (120, 100, ("/disk/a", "/disk/b"))
+    for fitting in ([], [request(file_system=8)], [request(machine="two")], [request(reclaimable_bytes=20)]):
+        require_space([request(), *fitting])
+    large = request(needed_bytes=3 << 30, free_bytes=1 << 30)
+    needs = r"needs 3\.00 GiB in '/disk' on 'first', 'one', where 1\.00 GiB are free"
+    with pytest.raises(StorageFullError, match=needs) as caught:
+        require_space([large, request(host="first", needed_bytes=0, free_bytes=1 << 30), request(machine="two")])
+    assert "durability='none'" in caught.value.remedy
+
+
+def test_measured_where_the_folder_will_be(tmp_path: Path) -> None:
+    """A folder that does not exist yet is measured at its nearest parent, and nothing is created."""
+    folders = [tmp_path / "not" / "yet", tmp_path / "there"]
+    first, second = measure_space(folders, job="j", rank=0, extents=extents(2), num_parameters=2)
+    status = os.statvfs(tmp_path)
+    for device, found in enumerate((first, second)):
+        assert found.file_system == tmp_path.stat().st_dev
+        assert extents(2).file_bytes(device) < found.needed_bytes < extents(2).file_bytes(device) + 128 * 1024
+        assert 0 < found.free_bytes <= status.f_blocks * status.f_frsize
+        assert found.reclaimable_bytes == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def measured(folder: Path) -> SpaceRequest:
+    return measure_space([folder], job="j", rank=0, extents=extents(), num_parameters=2)[0]
+
+
+@pytest.fixture
+def without_space(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Make the system say that no file system has free space."""
+    real = os.statvfs
+
+    def full(path: Any) -> os.statvfs_result:
+        values = list(real(path))
+        values[4] = 0  # f_bavail
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", full)
+    return monkeypatch
+
+
+def refused(number: int) -> Callable[..., None]:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EROFS, "mounted read-only"), (errno.EACCES, "and write permission"), (None, "choose another folder")],
+    ids=["read-only", "no permission", "/proc"],
+)
+def test_a_folder_in_which_nothing_can_be_created(
+    number: int | None, remedy: str, tmp_path: Path, without_space: pytest.MonkeyPatch
+) -> None:
+    """A read-only file system, which has no free space either, a lack of permission, and one without files are named.
+
+    The error does not ask for more space.
+    """
+    folder = tmp_path / "storage" if number else Path("/proc/nowhere/storage")
+    if number:
+        without_space.setattr(os, "mkdir", refused(number))
+    with pytest.raises(StorageError, match=os.strerror(number or errno.ENOENT)) as caught:
+        measured(folder)
+    assert not isinstance(caught.value, StorageFullError) and "are free" not in str(caught.value)
+    assert remedy in caught.value.remedy and str(folder) in caught.value.problem
+
+
+def test_a_full_file_system(tmp_path: Path, without_space: pytest.MonkeyPatch) -> None:
+    """It is measured, whether or not it has room for another folder, and nothing is left there."""
+    assert measured(tmp_path / "storage").free_bytes == 0
+    assert list(tmp_path.iterdir()) == []
+    without_space.setattr(os, "mkdir", refused(errno.ENOSPC))
+    with pytest.raises(StorageFullError, match=r"where 0\.00 MiB are free"):
+        require_space([measured(tmp_path / "storage")])
+
+
+def test_leftovers(tmp_path: Path) -> None:
+    """A store allocates no more than was measured. It counts as reclaimable unless it is to be kept or in use."""
+    asked = measured(tmp_path)
+    store = create([tmp_path], job="j")
+    taken = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*") if path.is_file())
+    assert taken <= asked.needed_bytes and measured(tmp_path).reclaimable_bytes == 0
+    store.close(remove=False)
+    assert measured(tmp_path).reclaimable_bytes >= extents().file_bytes(0)
+    left(tmp_path, job="j", keep=True)
+    assert measured(tmp_path).reclaimable_bytes == 0
