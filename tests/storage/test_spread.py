@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.storage import StateStore, recover_store
 from lightning_smartinfinity.storage.spread import Placement, apportion, interleave, next_placement, places_needed
 from lightning_smartinfinity.storage.state import capacities as capacities_module
+from lightning_smartinfinity.storage.state.commit_record import CommitRecord
+from lightning_smartinfinity.storage.state.pin import Pin
 from lightning_smartinfinity.storage.state.space import has_room
-from tests.storage.makers import commit_generation, create, created, left
+from tests.storage.makers import commit_generation, create, created, left, recovered
 
 counts_of_devices = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 ALL_ON_ONE = [5, 0]
@@ -165,32 +168,19 @@ def test_files_grow_with_their_share(tmp_path: Path, durability: str) -> None:
     store.close(remove=True)
 
 
-def test_no_file_takes_the_room_of_others(
+def test_files_that_cannot_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If growing would leave too little space for other ranks, nothing changes and the log says so once."""
-    with created([tmp_path / "a", tmp_path / "b"]) as store:
-        commit_generation(store, 0)
-        counts, before = store.counts, sizes(store)
-        asked: list[tuple[int, int]] = []
+    """If growing would leave too little space for other ranks, or the disk is full after all, nothing changes.
 
-        def refused(folder: Path, num_bytes: int, *, ranks: int) -> bool:
-            asked.append((num_bytes, ranks))
-            return False
-
-        monkeypatch.setattr(capacities_module, "has_room", refused)
-        with caplog.at_level(logging.WARNING):
-            assert not store.spread(ALL_ON_ONE)
-            assert not store.spread(ALL_ON_ONE)
-        assert asked == 2 * [(4 * store.extents.place_bytes, 2)]
-        assert [record.getMessage().count(str(tmp_path / "a")) for record in caplog.records] == [1]
-        assert store.counts == counts and sizes(store) == before
-        commit_generation(store, 1)
-
-
-def test_disk_that_is_full_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that could only be extended in part returns to its old length, and training continues."""
+    The log says so once. A file that could only be extended in part returns to its old length, and training continues.
+    """
+    asked: list[tuple[int, int]] = []
     real = os.posix_fallocate
+
+    def refused(folder: Path, num_bytes: int, *, ranks: int) -> bool:
+        asked.append((num_bytes, ranks))
+        return False
 
     def half(descriptor: int, offset: int, length: int) -> None:
         real(descriptor, offset, length // 2)
@@ -198,11 +188,17 @@ def test_disk_that_is_full_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with created([tmp_path / "a", tmp_path / "b"]) as store:
         commit_generation(store, 0)
-        before = sizes(store)
+        counts, before = store.counts, sizes(store)
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr(capacities_module, "has_room", refused)
+            assert not store.spread(ALL_ON_ONE)
+            assert not store.spread(ALL_ON_ONE)
+        assert asked == 2 * [(4 * store.extents.place_bytes, 2)]
+        assert [record.getMessage().count(str(tmp_path / "a")) for record in caplog.records] == [1]
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", half)
             assert not store.spread(ALL_ON_ONE)
-        assert sizes(store) == before
+        assert store.counts == counts and sizes(store) == before
         commit_generation(store, 1)
         assert store.spread(ALL_ON_ONE)
 
@@ -237,3 +233,67 @@ def test_a_file_of_another_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def _full(descriptor: int, offset: int, length: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# ---- a pinned generation keeps its places, whatever is committed, rolled back or moved meanwhile
+
+
+def places_of(placement: Placement, tasklets: Sequence[int] | None = None) -> set[tuple[int, int]]:
+    found = list(zip(placement.devices.tolist(), placement.positions.tolist(), strict=True))
+    return set(found if tasklets is None else [found[index] for index in tasklets])
+
+
+@given(st.data())
+def test_no_generation_takes_a_pinned_place(data: st.DataObject) -> None:
+    """With three places for each tasklet every later generation finds places, and none that is still pinned."""
+    num_devices = data.draw(st.integers(1, 3))
+    assigned = np.array(data.draw(st.lists(st.integers(0, num_devices - 1), min_size=1, max_size=9)), np.uint16)
+    count = len(assigned)
+    lying = np.ones(count, np.bool_)
+    nowhere = Placement(np.zeros(count, np.uint16), np.zeros(count, np.uint32))
+    many = [2 * count] * num_devices
+    current = next_placement(nowhere, lying=~lying, assigned=np.roll(assigned, 1), capacities=many)
+    numbers = np.zeros(count, np.int64)
+    pin = Pin(CommitRecord(generation=0, placement=current, tasklet_generations=numbers, steps=numbers[:1]))
+    needed = places_needed(current, lying=lying, assigned=assigned, num_devices=num_devices)
+    here = np.bincount(current.devices, minlength=num_devices)
+    used = int(max(current.positions)) + 1
+    room = [max(used, both + int(pinned)) for both, pinned in zip(needed, here, strict=True)]
+    held = set(range(count))
+    for _ in range(4):
+        following = next_placement(current, lying=lying, assigned=assigned, capacities=room, pinned=[pin.occupied])
+        assert len(places_of(following)) == count
+        assert not places_of(following) & places_of(current)
+        assert not places_of(following) & places_of(pin.record.placement, sorted(held))
+        written = data.draw(st.sets(st.integers(0, count - 1)))
+        current = current.after(following, np.array(sorted(written), np.intp))
+        released = data.draw(st.sets(st.sampled_from(sorted(held)))) if held else set()
+        pin.release(released)
+        held -= released
+
+
+def test_a_pin_grows_the_files_and_keeps_assigned_folders(tmp_path: Path) -> None:
+    """Files have three places for each tasklet afterwards; assigned folders change again once the pin is released.
+
+    If the generation after the pinned one is rolled back, the next one takes no pinned place either.
+    """
+    folders = [tmp_path / "a", tmp_path / "b"]
+    with created(folders) as store:
+        commit_generation(store, 0)
+        before = store.storage_bytes
+        store.make_room_to_pin()
+        assert store.storage_bytes == before * 3 // 2
+        pin = store.pin()
+        assert store.storage_bytes == before * 3 // 2, "there was room already"
+        commit_generation(store, 1)
+        store.revert()
+        assert store.generation == pin.record.generation
+        for generation in range(1, 4):
+            assert not places_of(store.next_placement()) & places_of(pin.record.placement)
+            commit_generation(store, generation)
+        assert not store.spread([1, store.extents.num_tasklets - 1])
+        pin.release_all()
+        assert store.spread([1, store.extents.num_tasklets - 1])
+        assert pin.record.generation == 0 and store.generation == 3
+        store.close(remove=False)
+    assert recovered(*folders) == 3  # as after a kill
