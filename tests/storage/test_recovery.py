@@ -1,35 +1,58 @@
-"""Recovery: the generation that is found, and the stores that are refused."""
+"""Recovery: commit records, the generation that is found, and the stores that are refused."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.storage import find_resumable, recover_store
 from lightning_smartinfinity.storage.folders.manifest import read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.io.files import OpenFile, write_all
 from lightning_smartinfinity.storage.records import training_record
+from lightning_smartinfinity.storage.spread import Placement
 from lightning_smartinfinity.storage.state.commit_record import (
+    CommitRecord,
+    decode_record,
+    encode_record,
     read_records,
+    record_bytes,
     write_record,
 )
+from lightning_smartinfinity.storage.state.recovery import records_of
+from lightning_smartinfinity.storage.state.scrub import scrub_rank
 from tests.storage.makers import commit_generation, create, left, manifest_with, recovered, write_generation
 
 
 def test_newest_generation_is_found(tmp_path: Path) -> None:
-    """Recovery restores the places, generations and step counts of the last commit."""
+    """Recovery restores the places, generations and step counts of the last commit.
+
+    Extents that were written without a commit record are ignored, without a warning.
+    """
     folders = [tmp_path / "a", tmp_path / "b"]
-    left(*folders, generations=4)
-    store = recover_store(folders)
+    store = create(folders)
+    for generation in range(4):
+        commit_generation(store, generation)
+    write_generation(store, 4, tasklets=[0, 3])
+    store.close(remove=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = recover_store(folders)
     assert store.generation == 3
     assert store.placement.devices.tolist() == [0, 1, 0, 1, 0]
     assert store.placement.positions.tolist() == [3, 2, 4, 3, 5]
@@ -44,18 +67,6 @@ def test_newest_generation_common_to_all_ranks(tmp_path: Path) -> None:
     assert [recovered(tmp_path, newest=newest, remove=False) for newest in (1, None)] == [1, 1]
     with pytest.raises(StorageCorruptError, match="no commit record up to generation 0"):
         recover_store([tmp_path], newest=0)
-
-
-def test_generation_that_was_being_written(tmp_path: Path) -> None:
-    """Extents that were written without a commit record are ignored."""
-    store = create([tmp_path])
-    for generation in range(2):
-        commit_generation(store, generation)
-    write_generation(store, 2, tasklets=[0, 3])
-    store.close(remove=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert recovered(tmp_path) == 1
 
 
 def test_record_whose_extents_were_lost(tmp_path: Path) -> None:
@@ -141,20 +152,15 @@ def test_manifest_of_another(tmp_path: Path, change: Change, kind: type[StorageE
 
 
 def test_every_bit_of_a_manifest(tmp_path: Path) -> None:
-    """Whichever bit of it flips, the store is refused, and the error names the file; only what was written is read."""
-    path, told = left(tmp_path, generations=0) / "manifest.json", ""
-    content, folder = path.read_bytes(), OpenFolder(path.parent)
+    """Whichever bit of it flips, the store is refused, and the error names the file."""
+    path = left(tmp_path, generations=0) / "manifest.json"
+    content, folder, told = path.read_bytes(), OpenFolder(path.parent), ""
     for number in range(0, 8 * len(content), 7):  # each bit of some byte, and each byte
-        changed = bytearray(content)
-        changed[number // 8] ^= 1 << number % 8
-        path.write_bytes(changed)
+        path.write_bytes(flipped(content, number // 8, number % 8))
         with pytest.raises(StorageCorruptError, match=r"manifest\.json") as caught:
             read_manifest(folder)
-        assert caught.value.remedy
         told += str(caught.value)
     assert "does not match its checksum" in told and "TransferConfig(job=...)" in told
-    path.write_bytes(content)
-    read_manifest(folder)
 
 
 def test_a_manifest_of_the_version_before(tmp_path: Path) -> None:
@@ -231,13 +237,15 @@ def test_nothing_to_recover(tmp_path: Path) -> None:
     assert "checkpoint" in caught.value.remedy
 
 
-def recorded(folder: Path, *, num_records: int, num_later: int = 0) -> Path:
+def recorded(folder: Path, *, num_records: int, num_later: int = 0, ended: str = "") -> Path:
     """Make a store with training records and further generations; return the rank's folder."""
     store = create([folder])
     for generation in range(num_records + num_later):
         commit_generation(store, generation)
         if generation < num_records:
             store.record_training(generation=generation, step=generation, content=b"what a loop needs", has_steps=True)
+    if ended:
+        store.records.end(ended)
     store.close(remove=False)
     return folder / "default" / "rank-00000"
 
@@ -277,14 +285,144 @@ def test_training_records_of_no_use(tmp_path: Path) -> None:
     one, both, late, ended = (tmp_path / name for name in ("one", "both", "late", "ended"))
     damage(recorded(one, num_records=4, num_later=1) / "training-0.bin")
     assert re.search(r"record '.*training-0.bin' is damaged, and later steps .* \(step 2\)", refusal(one))
-    for name in ("training-0.bin", "training-1.bin"):
-        damage(recorded(both, num_records=4) / name if not both.exists() else both / "default/rank-00000" / name)
+    folder = recorded(both, num_records=4)
+    damage(folder / "training-0.bin")
+    damage(folder / "training-1.bin")
     assert re.search(r"records '.*0.bin' and '.*1.bin' are damaged\.", refusal(both))
     recorded(late, num_records=2, num_later=2)
     assert "after its last record (step 1): several optimizer steps" in refusal(late)
-    store = create([ended])
-    commit_generation(store, 0)
-    store.record_training(generation=0, step=7, content=b"", has_steps=True)
-    store.records.end("a callback holds a lock.")
+    recorded(ended, num_records=2, ended="a callback holds a lock.")
+    assert refusal(ended).endswith("wrote no training records after step 1: a callback holds a lock.")
+
+
+# ---- commit records
+
+JOB = bytes(range(16))
+
+
+@st.composite
+def records(draw: st.DrawFn) -> CommitRecord:
+    tasklets, parameters = draw(st.integers(0, 20)), draw(st.integers(0, 5))
+    numbers = st.integers(0, (1 << 62))
+    return CommitRecord(
+        generation=draw(numbers),
+        placement=Placement(
+            np.array(draw(st.lists(st.integers(0, 7), min_size=tasklets, max_size=tasklets)), np.uint16),
+            np.array(draw(st.lists(st.integers(0, 1 << 31), min_size=tasklets, max_size=tasklets)), np.uint32),
+        ),
+        tasklet_generations=np.array(draw(st.lists(numbers, min_size=tasklets, max_size=tasklets)), np.int64),
+        steps=np.array(draw(st.lists(numbers, min_size=parameters, max_size=parameters)), np.int64),
+    )
+
+
+def decode(content: bytes, like: CommitRecord, *, job: bytes = JOB) -> CommitRecord | None:
+    return decode_record(content, num_tasklets=len(like.tasklet_generations), num_parameters=len(like.steps), job=job)
+
+
+@given(records())
+def test_record_survives_encoding(record: CommitRecord) -> None:
+    """Every field survives encoding, and the record fits its place."""
+    content = encode_record(record, job=JOB)
+    assert len(content) <= record_bytes(len(record.tasklet_generations), len(record.steps))
+    decoded = decode(content + bytes(100), record)
+    assert decoded is not None
+    assert decoded.generation == record.generation
+    for name in ("tasklet_generations", "steps"):
+        assert np.array_equal(getattr(decoded, name), getattr(record, name))
+    for found, column in zip(decoded.placement, record.placement, strict=True):
+        assert found.dtype == column.dtype and np.array_equal(found, column)
+
+
+@given(records(), st.data())
+def test_damaged_record_is_no_record(record: CommitRecord, data: st.DataObject) -> None:
+    """A record with a flipped bit, a missing end or another job counts as absent."""
+    content = bytearray(encode_record(record, job=JOB))
+    cut = data.draw(st.integers(0, len(content) - 1))
+    assert decode(bytes(content[:cut]), record) is None
+    assert decode(bytes(content[:cut]) + bytes(len(content) - cut), record) is None or not any(content[cut:])
+    assert decode(bytes(content), record, job=bytes(16)) is None
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert decode(bytes(content), record) is None
+
+
+RECORD = range(56 + 5 * 14 + 2 * 8 + 4)
+
+
+def three_generations(folder: Path) -> Path:
+    """Return the commit records of a closed store; that of generation 2 lies first."""
+    return left(folder, generations=3, world_size=1) / "commit.bin"
+
+
+def recovered_silently(folder: Path) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return recovered(folder)
+
+
+def flipped(content: bytes, at: int, bit: int = 0) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+
+
+DAMAGED = {
+    **{f"bit of byte {at}": partial(flipped, at=at) for at in RECORD[::9]},
+    "record torn": lambda content: content[:100] + bytes(4096 - 100) + content[4096:],
+    "block never written": lambda content: bytes(4096) + content[4096:],
+    "block of the other half": lambda content: 2 * content[4096:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_the_newest_record_cannot_be_read(damage: str, tmp_path: Path) -> None:
+    """The generation before is taken with a warning that names file and generation. The record never comes back."""
+    path = three_generations(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(DAMAGED[damage](whole))
+    said = rf"{path}' was torn by a power loss or damaged since\. Going on from generation 1\."
+    (scrubbed,) = scrub_rank([path.parent], rank=0, show=hidden).unknown
+    assert re.search(said.replace("Going on from generation 1", "Generation 1 was read"), scrubbed)
+    with pytest.warns(UserWarning, match=said):
+        assert recovered(tmp_path, remove=False) == 1
+    assert path.read_bytes()[4096:] == whole[4096:]
+    assert recovered_silently(tmp_path) == 1
+
+
+def test_no_record_can_be_read(tmp_path: Path) -> None:
+    """The error says what may have happened, as the warning does."""
+    path = three_generations(tmp_path)
+    path.write_bytes(flipped(flipped(path.read_bytes(), 60), 4096 + 60))
+    with pytest.raises(StorageCorruptError, match="torn by a power loss or damaged since"):
+        recover_store([tmp_path])
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_a_record_that_was_erased(last: int, tmp_path: Path) -> None:
+    """A commit that was rolled back, or that never came, leaves nothing to warn of or to report."""
+    store = create([tmp_path], world_size=1)
+    for generation in range(last + 2):
+        commit_generation(store, generation)
+        if generation <= last:
+            assert records_of(OpenFolder(tmp_path / "default/rank-00000"), store.manifest).problem is None
+    store.revert()
     store.close(remove=False)
-    assert refusal(ended).endswith("wrote no training records after step 7: a callback holds a lock.")
+    assert scrub_rank([tmp_path / "default/rank-00000"], rank=0, show=hidden).unknown == ()
+    assert recovered_silently(tmp_path) == last
+
+
+def test_short_transfers_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each transfer goes on where the one before it stopped; only the end of the file ends a read."""
+    pwrite, preadv, content = os.pwrite, os.preadv, bytes(range(100))
+    monkeypatch.setattr(os, "pwrite", lambda file, part, offset: pwrite(file, part[:7], offset))
+    monkeypatch.setattr(os, "preadv", lambda file, parts, offset: preadv(file, [parts[0][:7]], offset))
+    file = OpenFile(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    file.write_all(memoryview(content), 5)
+    assert file.path.read_bytes() == bytes(5) + content
+    memory = memoryview(bytearray(200))
+    assert file.read_all(memory, 5) == 100 and bytes(memory[:100]) == content
+    file.close()
+    assert file.descriptor == -1
+
+
+def test_a_write_that_writes_nothing() -> None:
+    """It raises an error instead of leaving a part out."""
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        write_all(lambda part, offset: 0, memoryview(b"content"))
