@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_smartinfinity.storage import PARAMETERS, UnnamedFiles, measure_te
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from tests.helpers.unnamed import unnamed_files
 from tests.native.builds import run_python
-from tests.storage.makers import create, tree
+from tests.storage.makers import create, created, tree
 
 BLOCK = 4096
 
@@ -27,24 +28,20 @@ def make(*storage: Path, direct_io: str = "off") -> UnnamedFiles:
     return UnnamedFiles(storage, job="default", direct_io=direct_io)
 
 
-@pytest.fixture(params=[True, False], ids=["files without names", "no files without names"])
-def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that can make files without names, and one that cannot."""
-    real = os.open
+@pytest.mark.parametrize("has_unnamed", [True, False], ids=["files without names", "no files without names"])
+def test_nothing_is_seen_of_them(has_unnamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each storage folder has a file, but neither name nor folder, and closing frees its space.
+
+    This also holds on a file system that cannot make files without names.
+    """
+    real, storage = os.open, [tmp_path / "a", tmp_path / "b"]
 
     def refusing(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
+        if flags & os.O_TMPFILE == os.O_TMPFILE and not has_unnamed:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         return real(path, flags, *args, **kwargs)
 
-    if not request.param:
-        monkeypatch.setattr(os, "open", refusing)
-
-
-@pytest.mark.usefixtures("_file_system")
-def test_nothing_is_seen_of_them(tmp_path: Path) -> None:
-    """Each storage folder has a file, but neither name nor folder, and closing frees its space."""
-    storage = [tmp_path / "a", tmp_path / "b"]
+    monkeypatch.setattr(os, "open", refusing)
     files = make(*storage)
     assert [tree(folder) for folder in storage] == [set(), set()]
     for file, folder in zip(files.files, storage, strict=True):
@@ -113,51 +110,83 @@ def test_a_file_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and unnamed_files(tmp_path) == []
 
 
-def test_a_folder_that_is_not_to_be_trusted(tmp_path: Path) -> None:
-    """A link in place of the job's folder is refused, and so is a folder that others may write to."""
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "default").symlink_to("elsewhere")
-    with pytest.raises(StorageError, match="is a symbolic link"):
-        make(tmp_path)
-    (tmp_path / "default").unlink()
-    (tmp_path / "default").mkdir()
-    (tmp_path / "default").chmod(0o777)
-    with pytest.raises(StorageError, match="Other users may write"):
-        make(tmp_path)
-
-
-def test_direct_io(tmp_path: Path) -> None:
-    """A file is read past the page cache if that is asked for and possible; if it is not, "auto" says so."""
-    assert [make(tmp_path, direct_io=choice).files[0].direct for choice in ("off", "auto", "on")] == [False, True, True]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        with pytest.warns(UserWarning, match="tmpfs, which lives in host memory"):
-            assert not make(Path(memory), direct_io="auto").files[0].direct
-        with pytest.raises(StorageError, match="tmpfs"):
-            make(Path(memory), direct_io="on")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            make(Path(memory)).close()
-        assert tree(Path(memory)) == set()
-
-
-def test_a_file_system_that_refuses_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If direct I/O cannot be switched on, "auto" warns and uses the page cache, and "on" leaves nothing."""
-
-    def refuse(descriptor: int, command: int, value: int = 0) -> int:
-        if command == fcntl.F_SETFL and value & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return 0
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
-    with pytest.warns(UserWarning, match="refuses O_DIRECT"):
-        assert not make(tmp_path, direct_io="auto").files[0].direct
-    with pytest.raises(StorageError, match="refuses O_DIRECT"):
-        make(tmp_path, direct_io="on")
-    assert tree(tmp_path) == set()
-
-
 def test_too_little_space_for_the_parameters(tmp_path: Path) -> None:
     """Parameters too large for the file system are refused beforehand, and the error says that they need the space."""
     with pytest.raises(StorageFullError, match=r"The parameters need .* GiB in .*, where .* are free"):
         require_space(measure_tensor_space([tmp_path], sizes=[1 << 60], what=PARAMETERS))
     assert not list(tmp_path.iterdir())
+
+
+# ---- direct I/O that is requested, missing or switched off, for state and for tensors
+
+
+def of_state(folder: Path, direct_io: str) -> bool:
+    with created([folder], direct_io=direct_io) as store:
+        return store.files[0].direct
+
+
+def of_tensors(folder: Path, direct_io: str) -> bool:
+    files = make(folder, direct_io=direct_io)
+    direct = files.files[0].direct
+    files.close()
+    return direct
+
+
+Asked = Callable[[Path, str], bool]
+for_both = pytest.mark.parametrize("is_direct", [of_state, of_tensors])
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder on a tmpfs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@for_both
+def test_a_disk(is_direct: Asked, tmp_path: Path) -> None:
+    """Direct I/O is used without a warning where the file system has it, and never if it is switched off."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [is_direct(tmp_path, choice) for choice in ("off", "auto", "on")] == [False, True, True]
+
+
+@for_both
+def test_memory_file_system_warns(is_direct: Asked, memory_folder: Path) -> None:
+    """A tmpfs warns, because what is there takes the host memory that it is meant to save. direct_io="off" is silent.
+
+    With direct_io="on" it is refused, and nothing is left behind.
+    """
+    with pytest.warns(UserWarning, match="tmpfs, which lives in host memory.*direct_io='off'"):
+        assert not is_direct(memory_folder, "auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not is_direct(memory_folder, "off")
+    with pytest.raises(StorageError, match="tmpfs") as caught:
+        is_direct(memory_folder, "on")
+    assert "direct_io='auto'" in caught.value.remedy
+    assert tree(memory_folder) == set()
+
+
+@for_both
+def test_file_system_that_refuses(is_direct: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If direct I/O is refused, "auto" warns and uses the page cache, and "on" is an error that leaves nothing."""
+    real_open, real_fcntl, refused = os.open, fcntl.fcntl, OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def refuse_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise refused
+        return real_open(path, flags, *args, **kwargs)
+
+    def refuse_flag(descriptor: int, command: int, value: int = 0) -> int:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            raise refused
+        return real_fcntl(descriptor, command, value)
+
+    monkeypatch.setattr(os, "open", refuse_open)
+    monkeypatch.setattr(fcntl, "fcntl", refuse_flag)
+    with pytest.warns(UserWarning, match="refuses O_DIRECT"):
+        assert not is_direct(tmp_path, "auto")
+    with pytest.raises(StorageError, match="refuses O_DIRECT"):
+        is_direct(tmp_path, "on")
+    assert tree(tmp_path) == set()
