@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,6 +125,24 @@ def commit_generation(store: StateStore, generation: int) -> None:
         tasklet_generations=np.full(store.extents.num_tasklets, generation, np.int64),
         steps=np.full(len(store.steps), generation, np.int64),
     )
+
+
+@contextmanager
+def held_by_another_process(folder: Path) -> Iterator[int]:
+    """Let another process hold a rank's folder, and yield its number."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from lightning_smartinfinity.storage.folders.rank_folder import RankFolder\n"
+        "held = RankFolder(Path(sys.argv[1]), create=False)\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", code, str(folder)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        yield holder.pid
+        holder.communicate()
 
 
 def residual_memory(seed: int, numel: int = NUMEL) -> NDArray[np.float32]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -15,9 +14,15 @@ import pytest
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageLockedError
 from lightning_smartinfinity.storage import recover_store
-from lightning_smartinfinity.storage.jobs.archiving import Plan, plan_archiving, plan_putting_together
+from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
+from lightning_smartinfinity.storage.jobs.archiving import (
+    Plan,
+    plan_archiving,
+    plan_making_way,
+    plan_putting_together,
+)
 from lightning_smartinfinity.storage.jobs.mover import Mover
-from lightning_smartinfinity.storage.jobs.trainings import jobs_beside
+from lightning_smartinfinity.storage.jobs.trainings import jobs_beside, movers_of, trainings_in
 from lightning_smartinfinity.storage.state.parts import Part, find_parts
 from lightning_smartinfinity.storage.state.space import (
     leftover_bytes,
@@ -27,19 +32,24 @@ from lightning_smartinfinity.storage.state.space import (
 )
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
-from tests.storage.makers import commit_generation, create, extents
+from tests.storage.makers import commit_generation, create, extents, held_by_another_process
 
 JOB, ARCHIVE = "default", "default.aside"
 
 
-def leave(folders: Sequence[Path], *, step: int, ranks: int = 1, job: str = JOB, has_steps: bool = True) -> None:
-    """Leave the stores of a training that was interrupted after a step."""
-    store_id = os.urandom(16)
-    stores = [create(folders, rank=rank, world_size=ranks, job=job, job_id=store_id) for rank in range(ranks)]
-    for store in stores:
+def leave_on(disks: Sequence[Sequence[Path]], *, step: int, job: str = JOB, has_steps: bool = True) -> None:
+    """Leave the stores of a training that was interrupted after a step, each rank's in folders of its own."""
+    store_id, machines = os.urandom(16), len(set(map(tuple, disks)))
+    for rank, folders in enumerate(disks):
+        store = create(folders, rank=rank, world_size=len(disks), num_machines=machines, job=job, job_id=store_id)
         commit_generation(store, 0)
         store.record_training(generation=0, step=step, content=b"", has_steps=has_steps)
         store.close(remove=False)
+
+
+def leave(folders: Sequence[Path], *, step: int, ranks: int = 1, has_steps: bool = True) -> None:
+    """Leave the stores of ranks that share their folders."""
+    leave_on([folders] * ranks, step=step, has_steps=has_steps)
 
 
 def go_on(folders: Sequence[Path], *, step: int, ranks: int = 1, job: str = ARCHIVE) -> None:
@@ -59,10 +69,15 @@ def carry_out(plan: Plan, *, ranks: int = 1) -> None:
                 stage(mover)
 
 
+def plan_for(folders: Sequence[Path], *, ranks: int = 1) -> Plan:
+    """Return the plan by which a training of so many ranks in these folders has its way."""
+    seen = [find_parts(folders, [JOB, ARCHIVE])] * ranks
+    return plan_archiving(seen, job=JOB, folders=[folders] * ranks)
+
+
 def archive(folders: Sequence[Path], *, ranks: int = 1) -> Plan:
     """Make way for a training of so many ranks in these folders."""
-    seen = [find_parts(folders, [JOB, ARCHIVE])] * ranks
-    plan = plan_archiving(seen, job=JOB, folders=[folders] * ranks)
+    plan = plan_for(folders, ranks=ranks)
     carry_out(plan, ranks=ranks)
     return plan
 
@@ -80,6 +95,15 @@ def steps_in(folders: Sequence[Path], job: str = ARCHIVE) -> dict[tuple[int, int
 
 def whole(step: int, *, ranks: int = 1, folders: int = 1) -> dict[tuple[int, int], int]:
     return {(rank, device): 0 if device else step for rank in range(ranks) for device in range(folders)}
+
+
+def refusal(folders: Sequence[Path], match: str, *, ranks: int = 1) -> str:
+    """Return the remedy of the error by which nothing is moved or deleted."""
+    before = find_parts(folders, [JOB, ARCHIVE])
+    with pytest.raises(StorageError, match=match) as caught:
+        archive(folders, ranks=ranks)
+    assert find_parts(folders, [JOB, ARCHIVE]) == before
+    return caught.value.remedy
 
 
 @pytest.fixture
@@ -107,23 +131,20 @@ def test_a_training_without_a_step(tmp_path: Path) -> None:
     assert steps_in([tmp_path], JOB) == {} and steps_in([tmp_path]) == whole(7)
 
 
-@pytest.mark.parametrize(("before", "now"), [(3, 1), (1, 3), (2, 2)])
-def test_other_numbers_of_ranks(before: int, now: int, folders: list[Path]) -> None:
-    """All ranks' parts move together, and replace those of a training of again another number of ranks."""
+@pytest.mark.parametrize(
+    ("before", "now", "used"), [(3, 1, [0, 1]), (1, 3, [0, 1]), (2, 2, [0, 1]), (2, 1, [0]), (2, 1, [1])]
+)
+def test_other_numbers_of_ranks_and_folders(before: int, now: int, used: list[int], folders: list[Path]) -> None:
+    """All ranks' parts move together, and replace those of a training of again another number of ranks.
+
+    What lies in folders that the new training does not use moves, too.
+    """
     leave(folders, step=7, ranks=4)
     archive(folders, ranks=now)
     leave(folders, step=8, ranks=before)
-    assert archive(folders, ranks=now).replaced == 7
+    assert archive([folders[number] for number in used], ranks=now).replaced == 7
     assert steps_in(folders, JOB) == {} and steps_in(folders) == whole(8, ranks=before, folders=2)
     assert [list(folder.iterdir()) for folder in folders] == [[folder / ARCHIVE] for folder in folders]
-
-
-@pytest.mark.parametrize("used", [0, 1])
-def test_fewer_folders_than_before(used: int, folders: list[Path]) -> None:
-    """What lies in folders that the new training does not use moves, too."""
-    leave(folders, step=7, ranks=2)
-    archive(folders[used : used + 1])
-    assert steps_in(folders, JOB) == {} and steps_in(folders) == whole(7, ranks=2, folders=2)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -131,10 +152,9 @@ def test_a_folder_that_cannot_be_reached(lost: int, folders: list[Path]) -> None
     """A training is not torn apart: the error names the part that is missing, and nothing moves."""
     leave(folders, step=7)
     folders[lost].rename(folders[lost].with_name("unmounted"))
-    with pytest.raises(StorageError, match=rf"its part '{folders[lost]}/default/rank-00000' cannot be found") as caught:
-        archive([folders[1 - lost]])
-    assert f"Mount '{folders[lost]}'" in caught.value.remedy
-    assert f"smart-infinity jobs {folders[1 - lost]} --remove default" in caught.value.remedy
+    remedy = refusal([folders[1 - lost]], rf"its part '{folders[lost]}/default/rank-00000' cannot be found")
+    assert f"Mount '{folders[lost]}'" in remedy
+    assert f"smart-infinity jobs {folders[1 - lost]} --remove default" in remedy
     folders[lost].with_name("unmounted").rename(folders[lost])
     assert steps_in(folders, JOB) == whole(7, folders=2) and steps_in(folders) == {}
 
@@ -157,20 +177,16 @@ def test_another_training_lies_where_a_part_was(tmp_path: Path) -> None:
     assert not archive([tmp_path], ranks=2).moved
 
 
-def test_a_store_that_is_to_be_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [JOB, ARCHIVE])
+def test_a_store_that_is_to_be_kept(kept: str, tmp_path: Path) -> None:
     """Neither one in the way nor one that lies where the training would be moved is touched, and nothing is moved."""
-    for job in (JOB, ARCHIVE):
-        leave([tmp_path], step=7)
-        store = create([tmp_path], world_size=1, job=job, keep=True) if job == ARCHIVE else recover_store([tmp_path])
-        if job == ARCHIVE:
-            commit_generation(store, 0)
-        store.keep()
-        store.close(remove=False)
-        before = find_parts([tmp_path], [JOB, ARCHIVE])
-        with pytest.raises(StorageError, match=rf"{job}/rank-00000' holds .* asked to keep it"):
-            archive([tmp_path])
-        assert find_parts([tmp_path], [JOB, ARCHIVE]) == before
-        (tmp_path / job).rename(tmp_path / f"{job} was kept")
+    leave([tmp_path], step=7)
+    archive([tmp_path])
+    leave([tmp_path], step=8)
+    store = recover_store([tmp_path], job=kept)
+    store.keep()
+    store.close(remove=False)
+    refusal([tmp_path], rf"{kept}/rank-00000' holds .* asked to keep it")
 
 
 @pytest.mark.parametrize(("ranks", "gone_on"), [(1, 1), (2, 2), (2, 1)], ids=["one", "two", "one of two"])
@@ -183,23 +199,11 @@ def test_what_a_training_has_gone_on_with_is_not_replaced(ranks: int, gone_on: i
     archive([tmp_path], ranks=ranks)
     go_on([tmp_path], step=150, ranks=gone_on)
     leave([tmp_path], step=2, ranks=ranks)
-    before = steps_in([tmp_path])
     step = 150 if gone_on == ranks else 100
-    with pytest.raises(StorageError, match=rf"resumed there and interrupted again after step {step}\.") as caught:
-        archive([tmp_path], ranks=ranks)
-    assert "transfer={'job': 'default.aside'}" in caught.value.remedy
-    assert f"smart-infinity jobs {tmp_path} --remove default.aside" in caught.value.remedy
-    assert steps_in([tmp_path], JOB) == whole(2, ranks=ranks) and steps_in([tmp_path]) == before
-
-
-HOLDER = """
-import sys
-from pathlib import Path
-from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
-held = RankFolder(Path(sys.argv[1]), create=False)
-print("held", flush=True)
-sys.stdin.read()
-"""
+    remedy = refusal([tmp_path], rf"resumed there and interrupted again after step {step}\.", ranks=ranks)
+    assert "transfer={'job': 'default.aside'}" in remedy
+    assert f"smart-infinity jobs {tmp_path} --remove default.aside" in remedy
+    assert steps_in([tmp_path], JOB) == whole(2, ranks=ranks)
 
 
 @pytest.mark.parametrize("job", [JOB, ARCHIVE])
@@ -208,14 +212,11 @@ def test_somebody_else_holds_one_part(job: str, folders: list[Path]) -> None:
     leave(folders, step=7, ranks=2)
     archive(folders)
     leave(folders, step=8, ranks=2)
-    before = find_parts(folders, [JOB, ARCHIVE])
-    command = [sys.executable, "-c", HOLDER, str(folders[1] / job / "rank-00001")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(StorageLockedError, match=f"in use by process {holder.pid}"):
+    with held_by_another_process(folders[1] / job / "rank-00001") as holder:
+        with pytest.raises(StorageLockedError, match=f"in use by process {holder}"):
             archive(folders, ranks=2)
-        assert find_parts(folders, [JOB, ARCHIVE]) == before
-        holder.communicate()
+        assert steps_in(folders, JOB) == whole(8, ranks=2, folders=2)
+        assert steps_in(folders) == whole(7, ranks=2, folders=2)
     archive(folders, ranks=2)
     assert steps_in(folders) == whole(8, ranks=2, folders=2)
 
@@ -281,19 +282,14 @@ def test_something_of_others_lies_where_it_would_be_moved(tmp_path: Path) -> Non
     other.parent.mkdir(parents=True, mode=0o700)
     other.parent.parent.chmod(0o700)
     other.write_text("mine")
-    with pytest.raises(StorageError, match=r"aside/rank-00000' is in the way"):
-        archive([tmp_path])
-    assert steps_in([tmp_path], JOB) == whole(7) and other.read_text() == "mine"
+    refusal([tmp_path], r"aside/rank-00000' is in the way")
+    assert other.read_text() == "mine"
 
 
 def test_a_full_disk_names_the_interrupted_training(tmp_path: Path) -> None:
     """A new store cannot have the bytes of an interrupted training, and the error says how to free them."""
-
-    def planned() -> Plan:
-        return plan_archiving([find_parts([tmp_path], [JOB, ARCHIVE])], job=JOB, folders=[[tmp_path]])
-
     leave([tmp_path], step=7)
-    plan = planned()
+    plan = plan_for([tmp_path])
     moved = [part.path for _, part in plan.moved]
     (request,) = measure_space([tmp_path], job=JOB, rank=0, moved=moved, extents=extents(), num_parameters=2)
     (archived,) = measure_parts(plan.moved_by(0), deleted=False)
@@ -304,7 +300,7 @@ def test_a_full_disk_names_the_interrupted_training(tmp_path: Path) -> None:
     assert "resume one with ckpt_path='storage', or remove it" in caught.value.remedy
     archive([tmp_path])
     leave([tmp_path], step=8)
-    (replaced,) = measure_parts(planned().deleted_by(0), deleted=True)
+    (replaced,) = measure_parts(plan_for([tmp_path]).deleted_by(0), deleted=True)
     assert replaced.reclaimable_bytes >= extents().file_bytes(0)
 
 
@@ -321,16 +317,6 @@ def of_machines(disks: Sequence[Path], *, ranks: int = 2) -> Plan:
     return plan
 
 
-def on_disks(disks: Sequence[Path], *, step: int, has_steps: bool) -> None:
-    """Leave a training whose rank r lies on the disk of this number."""
-    store_id = os.urandom(16)
-    for rank, disk in enumerate(disks):
-        store = create([disk], rank=rank, world_size=len(disks), num_machines=len(disks), job_id=store_id)
-        commit_generation(store, 0)
-        store.record_training(generation=0, step=step, content=b"", has_steps=has_steps)
-        store.close(remove=False)
-
-
 def ranks_on(disk: Path, job: str = JOB) -> list[str]:
     return sorted(path.name for path in (disk / job).iterdir()) if (disk / job).exists() else []
 
@@ -339,7 +325,7 @@ def test_ten_interruptions_with_machines_in_changing_order(tmp_path: Path, attac
     """Nothing is left but one training that was archived, with the parts of all of its ranks."""
     disks = [tmp_path / "node0", tmp_path / "node1"]
     for number in range(10):
-        on_disks(disks if number % 3 else disks[::-1], step=number, has_steps=number % 4 != 2)
+        leave_on([[disk] for disk in (disks if number % 3 else disks[::-1])], step=number, has_steps=number % 4 != 2)
         of_machines(disks if number % 2 else disks[::-1])
         assert [ranks_on(disk) for disk in disks] == [[], []]
         assert sorted(ranks_on(disks[0], ARCHIVE) + ranks_on(disks[1], ARCHIVE)) == ["rank-00000", "rank-00001"]
@@ -352,27 +338,24 @@ def test_ten_interruptions_with_machines_in_changing_order(tmp_path: Path, attac
     )
 
 
-@pytest.mark.parametrize("why", ["kept", "in use"])
-def test_what_stays_beside_a_new_training(why: str, tmp_path: Path) -> None:
+def test_what_stays_beside_a_new_training(tmp_path: Path) -> None:
     """A part of a further rank that somebody keeps or uses is not deleted; an error about space counts it."""
-    store = create([tmp_path], rank=1, world_size=2, keep=why == "kept")
-    if why == "kept":
-        store.close(remove=False)
-    plan = plan_archiving([find_parts([tmp_path], [JOB, ARCHIVE])], job=JOB, folders=[[tmp_path]])
-    assert not plan.changes_something and [part.rank for part in plan.left_to(0)] == [1]
-    (left,) = measure_parts(plan.left_to(0), deleted=False)
-    assert left.resumable_bytes >= extents().file_bytes(0)
+    create([tmp_path], rank=1, world_size=3, keep=True).close(remove=False)
+    in_use = create([tmp_path], rank=2, world_size=3)
+    plan = plan_for([tmp_path])
+    assert not plan.changes_something and [part.rank for part in plan.left_to(0)] == [1, 2]
+    for left in measure_parts(plan.left_to(0), deleted=False):
+        assert left.resumable_bytes >= extents().file_bytes(0)
     carry_out(plan)
-    assert ranks_on(tmp_path) == ["rank-00001"]
-    if why == "in use":
-        store.close(remove=True)
+    assert ranks_on(tmp_path) == ["rank-00001", "rank-00002"]
+    in_use.close(remove=True)
 
 
 def test_machines_of_two_trainings(tmp_path: Path) -> None:
     """Where each machine has a disk of one path, a part of another training does not stand for one that is missing."""
     disks = {name: tmp_path / name for name in "ABCD"}
-    on_disks([disks["A"], disks["B"]], step=500, has_steps=True)
-    on_disks([disks["C"], disks["D"]], step=300, has_steps=True)
+    leave_on([[disks["A"]], [disks["B"]]], step=500)
+    leave_on([[disks["C"]], [disks["D"]]], step=300)
 
     def seen_on(name: str) -> list[Part]:
         return [
@@ -428,7 +411,7 @@ def test_one_flipped_bit_deletes_no_training(rank: int, device: int, name: str, 
     content, damaged = file.read_bytes(), []
     for number in range(0, len(content), step):
         flipped(file, number)
-        plan = plan_archiving([find_parts(folders, [JOB, ARCHIVE])] * 2, job=JOB, folders=[folders] * 2)
+        plan = plan_for(folders, ranks=2)
         assert (len(plan.moved), plan.deleted) == (4, ()), f"byte {number}"
         damaged.append(plan.is_damaged)
         file.write_bytes(content)
@@ -439,19 +422,6 @@ def test_one_flipped_bit_deletes_no_training(rank: int, device: int, name: str, 
     assert files_of(folders, ARCHIVE) == before and files_of(folders, JOB) == {}
 
 
-def test_damage_to_the_only_part(tmp_path: Path) -> None:
-    """The training is archived, and a repaired manifest lets it be resumed from there."""
-    leave([tmp_path], step=7)
-    manifest = Path(JOB, "rank-00000/manifest.json")
-    content = flipped(tmp_path / manifest, 100)
-    plan = archive([tmp_path])
-    assert plan.is_damaged and steps_in([tmp_path], JOB) == {}
-    (tmp_path / ARCHIVE / "rank-00000/manifest.json").write_bytes(content)
-    assert steps_in([tmp_path]) == whole(7)
-    put_together([tmp_path], job=ARCHIVE)
-    go_on([tmp_path], step=8)
-
-
 def test_a_damaged_training_beside_one_that_was_archived(tmp_path: Path) -> None:
     """Neither is deleted: the error names both, and the next training that can be resumed replaces a damaged one."""
     leave([tmp_path], step=7)
@@ -459,9 +429,8 @@ def test_a_damaged_training_beside_one_that_was_archived(tmp_path: Path) -> None
     leave([tmp_path], step=8)
     file = tmp_path / JOB / "rank-00000/manifest.json"
     content = flipped(file, 100)
-    with pytest.raises(StorageError, match=r"damaged\. It is not deleted, .* in the job 'default\.aside'") as caught:
-        archive([tmp_path])
-    assert "--remove default or smart-infinity jobs" in caught.value.remedy
+    remedy = refusal([tmp_path], r"damaged\. It is not deleted, .* in the job 'default\.aside'")
+    assert "--remove default or smart-infinity jobs" in remedy
     file.write_bytes(content)
     assert steps_in([tmp_path], JOB) == whole(8) and steps_in([tmp_path]) == whole(7)
     flipped(tmp_path / ARCHIVE / "rank-00000/manifest.json", 100)
@@ -473,6 +442,103 @@ def test_a_damaged_part_and_one_that_cannot_be_reached(folders: list[Path]) -> N
     leave(folders, step=7, ranks=2)
     flipped(folders[0] / JOB / "rank-00000/manifest.json", 100)
     folders[1].rename(folders[1].with_name("unmounted"))
-    with pytest.raises(StorageError, match="cannot be found"):
-        archive(folders[:1], ranks=2)
-    assert len(files_of(folders[:1], JOB)) > 2
+    refusal(folders[:1], "cannot be found", ranks=2)
+
+
+# ---- a training that goes on in stores of other ranks has one whole set of stores at any time
+
+OLD, NEW = 2, 3  # numbers of ranks
+SUCCESSOR = bytes(range(16))
+
+
+def way(folders: Sequence[Path]) -> Plan:
+    """Return the plan by which the training of the old ranks makes way for the new ones."""
+    seen = [find_parts(folders, [JOB, ARCHIVE])] * NEW
+    (training,) = trainings_in(movers_of(seen), JOB)
+    return plan_making_way(seen, job=JOB, training=training, successor=SUCCESSOR)
+
+
+def fill(folders: Sequence[Path], *, created: int = NEW, recorded: int = NEW) -> None:
+    """Leave stores of the new ranks, of which so many were made and so many are whole."""
+    for rank in range(created):
+        store = create(folders, rank=rank, world_size=NEW, job_id=SUCCESSOR)
+        if rank < recorded:
+            commit_generation(store, 0)
+            store.record_training(generation=0, step=7, content=b"", has_steps=True)
+        store.close(remove=False)
+
+
+@pytest.fixture
+def old(folders: list[Path]) -> list[Path]:
+    """Return two storage folders with a training of the old ranks."""
+    leave(folders, step=7, ranks=OLD)
+    return folders
+
+
+@pytest.mark.parametrize("ranks", [1, OLD, NEW])
+@pytest.mark.parametrize(("created", "recorded"), [(0, 0), (1, 0), (NEW, 0), (NEW, NEW - 1)])
+def test_a_kill_before_the_new_stores_are_whole(created: int, recorded: int, ranks: int, old: list[Path]) -> None:
+    """What there is of them is deleted, and the old stores are moved back, whoever resumes."""
+    carry_out(way(old), ranks=NEW)
+    fill(old, created=created, recorded=recorded)
+    put_together(old, job=JOB, ranks=ranks)
+    assert steps_in(old, JOB) == whole(7, ranks=OLD, folders=2) and steps_in(old) == {}
+
+
+@pytest.mark.parametrize("way_back", [False, True])
+def test_a_kill_while_the_old_stores_move(way_back: bool, old: list[Path]) -> None:
+    """They are moved back together, on the way there and on the way back."""
+    plan = way(old)
+    if way_back:
+        carry_out(plan, ranks=NEW)
+        fill(old, recorded=0)
+        plan = plan_putting_together([find_parts(old, jobs_beside(JOB))] * NEW, job=JOB)
+    with ExitStack() as opened:
+        movers = [opened.enter_context(closing(Mover(plan, rank=rank))) for rank in range(NEW)]
+        for stage in (Mover.claim, Mover.make_room) if way_back else (Mover.claim,):
+            for mover in movers:
+                stage(mover)
+        movers[0 if way_back else 1].move()
+    assert len(steps_in(old)) == len(steps_in(old, JOB)) == 2
+    put_together(old, job=JOB)
+    assert steps_in(old, JOB) == whole(7, ranks=OLD, folders=2) and steps_in(old) == {}
+
+
+def test_the_old_stores_go_when_the_new_ones_are_whole(old: list[Path]) -> None:
+    """A kill while they are deleted leaves nothing that the next start does not delete."""
+    carry_out(way(old), ranks=NEW)
+    fill(old)
+    half_gone = RankFolder(old[0] / ARCHIVE / "rank-00000", create=False)
+    half_gone.disown()
+    half_gone.close(remove=False)
+    RankFolder(old[1] / ARCHIVE / "rank-00001", create=False).destroy()
+    put_together(old, job=JOB, ranks=NEW)
+    assert steps_in(old, JOB) == whole(7, ranks=NEW, folders=2)
+    assert not any((folder / ARCHIVE).exists() for folder in old)
+
+
+def test_another_training_in_the_way_is_not_deleted(old: list[Path]) -> None:
+    """If a new training was begun in between, nothing moves, by whichever of the two names a training resumes."""
+    carry_out(way(old), ranks=NEW)
+    leave(old, step=0, has_steps=False)
+    for job in (JOB, ARCHIVE):
+        assert not plan_putting_together([find_parts(old, jobs_beside(job))], job=job).changes_something
+
+
+def test_a_training_that_is_archived_later_is_no_source(old: list[Path]) -> None:
+    """The note of the successor goes when the training has gone on, so that nothing else is deleted for it."""
+    carry_out(way(old), ranks=NEW)
+    put_together(old, job=JOB)
+    assert {part.successor for part in find_parts(old, [JOB])} == {SUCCESSOR}
+    for rank in range(OLD):
+        recover_store(old, rank=rank, training=1, run=os.urandom(16)).close(remove=False)
+    assert {part.successor for part in find_parts(old, [JOB])} == {None}
+    archive(old)
+    assert {part.successor for part in find_parts(old, [ARCHIVE])} == {None}
+
+
+def test_copies_count_once(tmp_path: Path) -> None:
+    """A training in the folders that were named comes before the one that it was copied from."""
+    leave([tmp_path / "a"], step=7)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert [part.storage for part in find_parts([tmp_path / "b"], [JOB])] == [tmp_path / "b"]

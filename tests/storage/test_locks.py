@@ -6,15 +6,11 @@ import fcntl
 import logging
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,18 +25,7 @@ from lightning_smartinfinity.storage.folders.staging_folder import locked, mark_
 from lightning_smartinfinity.storage.state.space import leftover_bytes
 from tests.helpers.power_loss import RecordedDisk, content
 from tests.helpers.waiting import LIMIT, await_that
-from tests.storage.makers import create, created, left, recovered, tree
-
-
-def test_ranks_and_jobs_share_a_folder(tmp_path: Path) -> None:
-    """Each rank of each job has its own folder. The last rank to leave removes the job's folder."""
-    stores = [create([tmp_path], rank=rank, job=job) for rank in range(2) for job in ("one", "two")]
-    assert len({store.files[0].path for store in stores}) == 4
-    for store in stores[:3]:
-        store.close(remove=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"two"}
-    stores[3].close(remove=True)
-    assert tree(tmp_path) == set()
+from tests.storage.makers import create, created, held_by_another_process, left, recovered, tree
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -60,7 +45,7 @@ def test_locked_by_another_process(tmp_path: Path) -> None:
     """The error names the process that holds the folder, and that process's store is untouched."""
     create([tmp_path]).close(remove=False)
     before = tree(tmp_path)
-    with locked_by_another_process(tmp_path / "default" / "rank-00000" / "lock") as holder:
+    with held_by_another_process(tmp_path / "default" / "rank-00000") as holder:
         for attempt in (lambda: create([tmp_path]), lambda: recover_store([tmp_path])):
             with pytest.raises(StorageLockedError, match=f"process {holder}") as caught:
                 attempt()
@@ -126,25 +111,6 @@ def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes) -> None:
     assert lock.read_bytes() == foreign and tree(tmp_path) == before
 
 
-def test_a_damaged_lock_is_still_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes find a damaged lock: the first to lock it goes on, and the other one is told of it."""
-    lock = left(tmp_path) / "lock"
-    lock.write_bytes(b"\xff\xff\n")
-    real, met = OpenFolder.archive_name, []
-
-    def meanwhile(folder: OpenFolder, name: str) -> str:
-        with pytest.raises(StorageLockedError):
-            create([tmp_path])
-        met.append(name)
-        return real(folder, name)
-
-    monkeypatch.setattr(OpenFolder, "archive_name", meanwhile)
-    with created([tmp_path]):
-        assert met == ["lock"]
-        with pytest.raises(StorageLockedError, match=f"process {os.getpid()}"):
-            create([tmp_path])
-
-
 def test_a_new_lock_survives_a_power_loss(tmp_path: Path) -> None:
     """The content of a new lock is on the device when the lock is held, so that its name never stands for zeros."""
     disk = RecordedDisk(tmp_path)
@@ -202,40 +168,12 @@ def test_lock_whose_file_was_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
     assert tree(tmp_path) == set()
 
 
-def test_a_link_in_the_place_of_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not followed, however late it comes: what it leads to is neither made nor locked."""
+def test_a_link_in_the_place_of_a_lock(tmp_path: Path) -> None:
+    """It is not followed: what it leads to is neither made nor locked."""
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
-    real, calls = os.open, []
-
-    def once(*args: Any, **kwargs: Any) -> int:
-        calls.append(args)
-        assert len(calls) == 1
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(os, "open", once)
     with pytest.raises(OSError, match="symbolic links"):
         acquire(tmp_path / "lock", mode=0o600, in_use=lambda _: StorageLockedError("in use", "wait"))
     assert not (tmp_path / "elsewhere").exists()
-
-
-@contextmanager
-def locked_by_another_process(path: Path) -> Iterator[int]:
-    code = (
-        "import fcntl, os, sys\n"
-        "file = open(sys.argv[1], 'w')\n"
-        "fcntl.flock(file, fcntl.LOCK_EX)\n"
-        "file.write(f'{os.getpid()}\\n')\n"
-        "file.flush()\n"
-        "print(flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdout.readline()
-        yield process.pid
-        process.stdin.close()
 
 
 def test_ranks_come_and_go(tmp_path: Path) -> None:
