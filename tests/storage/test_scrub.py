@@ -1,9 +1,10 @@
-"""A scrub reads every extent of the newest generation, and names all that are damaged."""
+"""A scrub reads every extent of the newest generation; jobs are listed and removed."""
 
 from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +15,12 @@ import pytest
 from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import StorageError, StorageLockedError
 from lightning_smartinfinity.storage import StateStore, recover_store
-from lightning_smartinfinity.storage.jobs.jobs import find_jobs
+from lightning_smartinfinity.storage.jobs.jobs import Job, find_jobs, remove_job
 from lightning_smartinfinity.storage.state import scrub
 from lightning_smartinfinity.storage.state.scrub import scrub_rank
 from tests.helpers.attacks import Attack
 from tests.helpers.native_testing import Hold
-from tests.storage.makers import commit_generation, create, tree
+from tests.storage.makers import commit_generation, create, left, tree
 
 
 def made(*folders: Path) -> tuple[StateStore, list[Path]]:
@@ -112,9 +113,6 @@ def test_the_lock_of_a_store_that_is_read(tmp_path: Path, monkeypatch: pytest.Mo
 
     assert scrub_rank([folder], rank=0, show=show).damaged == ()
     assert seen and (folder / "lock").read_bytes() == before
-    (folder / "lock").unlink()
-    assert scrub_rank([folder], rank=0, show=hidden).damaged == ()
-    assert not (folder / "lock").exists()
 
 
 def test_a_drive_that_is_mounted_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +154,80 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "state.bin" in sentence and "did not return within" in sentence
 
 
-def test_a_store_in_use(tmp_path: Path) -> None:
-    """A store that a process uses is refused: its generation changes while it would be read."""
-    store = create([tmp_path])
-    with pytest.raises(StorageLockedError):
-        scrub_rank([tmp_path / "default/rank-00000"], rank=0, show=hidden)
-    store.close(remove=True)
-    with pytest.raises(StorageError):
-        scrub_rank([tmp_path / "default/rank-00000"], rank=0, show=hidden)
+# ---- jobs in a storage folder: what is listed, and what is removed
+
+
+def of_ranks(storage: Path, *generations: int, **config: object) -> None:
+    """Leave the state of one rank of a job for each of these generations."""
+    for rank, generation in enumerate(generations):
+        left(storage, rank=rank, generations=generation + 1, **config)
+
+
+def only(storage: Path) -> Job:
+    (job,) = find_jobs(storage)
+    return job
+
+
+def test_a_dead_job(tmp_path: Path) -> None:
+    """The newest generation is the one that all ranks have, and the size is what their files take."""
+    of_ranks(tmp_path, 2, 1, job="mine")
+    (tmp_path / "mine/notes").mkdir()
+    (tmp_path / "others").mkdir()
+    before = tree(tmp_path)
+    job = only(tmp_path)
+    assert (job.name, job.generation, job.in_use, job.pids, job.kept, job.problems) == ("mine", 1, False, [], False, [])
+    assert [(folder.rank, folder.pid, folder.generation) for folder in job.folders] == [
+        (0, os.getpid(), 2),
+        (1, os.getpid(), 1),
+    ]
+    files = [path for path in (tmp_path / "mine").rglob("*") if path.is_file() and path.name != "lock"]
+    assert job.num_bytes == sum(path.stat().st_blocks * 512 for path in files) > 0
+    assert job.written is not None and abs(job.written - time.time()) < 3600
+    assert tree(tmp_path) == before
+
+
+def test_files_of_something_else_stay(tmp_path: Path) -> None:
+    """A folder with other files is left, and is named. Of archived files only manifests and locks are ours."""
+    of_ranks(tmp_path, 0)
+    folder = tmp_path / "default/rank-00000"
+    names = ["mine", "notes.aside", "manifest.json.x.aside", "manifest.json.1.aside.txt", "lockx1.aside"]
+    for name in [*names, "manifest.json.2.aside", "lock.1.aside"]:
+        (folder / name).touch()
+    assert remove_job(only(tmp_path), kept=False) == [folder]
+    assert sorted(os.listdir(folder)) == sorted(names)
+
+
+def test_a_kept_job_is_removed_on_request(tmp_path: Path) -> None:
+    """State that is to be kept goes only if that is asked for, also if it was not yet to be kept when it was listed."""
+    of_ranks(tmp_path, 0)
+    listed = only(tmp_path)
+    of_ranks(tmp_path, 0, keep=True)
+    before = tree(tmp_path)
+    with pytest.raises(StorageError, match="is to be kept"):
+        remove_job(listed, kept=False)
+    assert only(tmp_path).kept and tree(tmp_path) == before
+    remove_job(listed, kept=True)
+    assert tree(tmp_path) == set()
+
+
+def test_a_job_that_cannot_be_read(tmp_path: Path) -> None:
+    """A damaged manifest, a link in place of a folder or of a file is told, and does not hide other jobs."""
+    for name in ("damaged", "linked", "whole"):
+        of_ranks(tmp_path, 0, job=name)
+    (tmp_path / "damaged/rank-00000/manifest.json").write_text("{")
+    (tmp_path / "linked/rank-00001").symlink_to(tmp_path / "whole/rank-00000")
+    damaged, linked, whole = find_jobs(tmp_path)
+    assert "not a readable manifest" in damaged.problems[0]
+    assert "symbolic link" in linked.problems[0] and linked.folders[0].problem is None
+    assert whole.problems == [] and whole.generation == 0
+
+
+@pytest.mark.parametrize("content", [b"\0" * 40, b"\xff\xff\n"])
+def test_a_job_with_a_damaged_lock(tmp_path: Path, content: bytes) -> None:
+    """It is listed, and removed; what the lock's notes alone had told stays unknown."""
+    of_ranks(tmp_path, 0)
+    (tmp_path / "default/rank-00000/lock").write_bytes(content)
+    job = only(tmp_path)
+    assert job.damaged == (content[0] != 0)
+    assert remove_job(job, kept=False) == []
+    assert tree(tmp_path) == set()
