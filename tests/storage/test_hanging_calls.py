@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,52 +18,62 @@ from lightning_smartinfinity.storage.jobs import jobs
 from lightning_smartinfinity.storage.state import scrub
 from tests.helpers.attacks import Attack
 from tests.helpers.silent_disk import ERROR, SAID, SECONDS, SilentDisk, gives_up
-from tests.storage.makers import create, left, recovered
+from tests.storage.makers import create, left, recovered, tree
 
 Capture: TypeAlias = pytest.CaptureFixture[str]
 
 
-def test_files_that_are_not_created(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
-    """The error names the file. If the disk answers later, the store is removed again, and its folder is free."""
+def create_store(storage: Path) -> None:
+    create([storage], io_timeout=SECONDS)
+
+
+def recover(storage: Path) -> None:
+    recover_store([storage], io_timeout=SECONDS)
+
+
+def measure(storage: Path) -> None:
+    with io_limit(SECONDS):
+        measure_tensor_space([storage], sizes=[1], what=PARAMETERS)
+
+
+def create_tensors(storage: Path) -> None:
+    TensorStore([storage], job="default", direct_io="auto", io_timeout=SECONDS)
+
+
+STATE = "default/rank-00000/state.bin"
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "doing", "of"),
+    [
+        pytest.param("posix_fallocate", create_store, r"Allocating \d+ bytes for", STATE, id="allocating"),
+        pytest.param("statvfs", measure, "Looking for free space in", "", id="free space"),
+        pytest.param("fchmod", create_tensors, "Creating a file in", "default", id="file for parameters"),
+        pytest.param("pread", recover, "Reading", STATE, id="recovery"),
+    ],
+)
+def test_set_up_and_recovery(
+    name: str, call: Callable[[Path], None], doing: str, of: str, tmp_path: Path, disk: SilentDisk, attack: Attack
+) -> None:
+    """The error names file or folder, and later calls are refused. Once the disk answers, all is as it was before."""
     attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
-    folder = tmp_path / "storage"
-    disk.hang(os, "posix_fallocate")
-    with gives_up(folder / "default" / "rank-00000" / "state.bin", r"Allocating \d+ bytes for"):
-        create([folder], io_timeout=SECONDS)
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    if call is recover:
+        left(storage)
+    before = tree(storage)
+
+    def concerns(asked: object, *_: object) -> bool:
+        return name != "pread" or os.readlink(f"/proc/self/fd/{asked}") == str(storage / STATE)
+
+    disk.hang(os, name, when=concerns)
+    with gives_up(storage / of, doing):
+        call(storage)
     with pytest.raises(StorageTimeoutError, match="has not answered an earlier call"):
-        create([folder], io_timeout=SECONDS)
+        call(storage)
     disk.answer()
-    assert not (folder / "default").exists()
-    create([folder]).close(remove=True)
-
-
-def test_free_space_that_is_not_told(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
-    """The error names the storage folder."""
-    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
-    disk.hang(os, "statvfs")
-    with gives_up(tmp_path, "Looking for free space in"), io_limit(SECONDS):
-        measure_tensor_space([tmp_path], sizes=[1], what=PARAMETERS)
-
-
-def test_a_file_for_parameters_that_is_not_opened(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
-    """The error names the storage folder; nothing is left once the disk answers."""
-    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
-    disk.hang(os, "fchmod")
-    with pytest.raises(StorageTimeoutError, match=rf"Creating a file in '.*storage/default'.*nothing for {SECONDS} s"):
-        TensorStore([tmp_path / "storage"], job="default", direct_io="auto", io_timeout=SECONDS)
-    disk.answer()
-    assert not (tmp_path / "storage" / "default").exists()
-
-
-def test_a_store_that_is_not_recovered(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
-    """The error names the file that is read; the store is as it was, and can be recovered later."""
-    attack("a disk stops answering in set-up or recovery", tries=1, outcome=ERROR)
-    state = left(tmp_path) / "state.bin"
-    disk.hang(os, "pread", when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == str(state))
-    with gives_up(state, "Reading"):
-        recover_store([tmp_path], io_timeout=SECONDS)
-    disk.answer()
-    assert recovered(tmp_path) == 0
+    assert tree(storage) == before
+    assert call is not recover or recovered(storage) == 0
 
 
 def test_files_that_do_not_grow(tmp_path: Path, disk: SilentDisk, attack: Attack) -> None:
