@@ -7,17 +7,19 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.storage import recover_store
+from lightning_smartinfinity.storage import UnnamedFiles, recover_store
 from lightning_smartinfinity.storage.folders import open_folder
-from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.folders.replacement import beside
 from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
@@ -53,26 +55,46 @@ def precious(tmp_path: Path) -> Path:
     return path
 
 
+def make_tensor_files(storage: list[Path]) -> UnnamedFiles:
+    return UnnamedFiles(storage, job="default", direct_io="off")
+
+
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
 @pytest.mark.parametrize("mask", [0, 0o022, 0o277])
-def test_folders_and_files_are_private(tmp_path: Path, mask: int) -> None:
-    """Folders have mode 0700 and files 0600, whatever the umask. The user's own storage folder is left alone."""
-    storage = tmp_path / "storage"
-    storage.mkdir()
-    storage.chmod(0o777)
-    with umask(mask), created([storage], keep=True) as store:
+def test_folders_and_files(tmp_path: Path, mask: int) -> None:
+    """Each storage folder has a fully allocated state file and a manifest; the first has the records, too.
+
+    Folders have mode 0700 and files 0600, whatever the umask. The user's own storage folders are left alone: they may
+    have any mode, and may be reached by links.
+    """
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    folders = [tmp_path / "link", tmp_path / "b" / "deep"]
+    with umask(0o022):
+        folders[1].mkdir(parents=True)
+    with umask(mask), created(folders, rank=3, job="mine", durability="power", keep=True) as store:
         commit_generation(store, 0)
         store.record_training(generation=0, step=0, content=b"", has_steps=True)
         store.keep()
-        below = list((storage / "default").rglob("*"))
+        first, second = (folder / "mine" / "rank-00003" for folder in folders)
+        assert tree(second) == {"lock", "manifest.json", "state.bin"}
+        assert tree(first) == tree(second) | {"commit.bin", "training-0.bin", "training-1.bin"}
+        below = [path for folder in folders for path in (folder / "mine").rglob("*")]
         assert {mode(path) for path in below if path.is_file()} == {0o600}
-        assert {mode(path) for path in (storage / "default", *below) if path.is_dir()} == {0o700}
-        files_of_state = {"lock", "manifest.json", "state.bin", "commit.bin", "training-0.bin", "training-1.bin"}
-        assert len(below) == 1 + len(files_of_state)
-        assert mode(storage) == 0o777
+        assert {mode(path) for path in (first.parent, second.parent, first, second)} == {0o700}
+        for device, folder in enumerate((first, second)):
+            status = (folder / "state.bin").stat()
+            assert status.st_blocks * 512 >= status.st_size == store.extents.file_bytes(device)
+            manifest = json.loads((folder / "manifest.json").read_text())
+            assert manifest["layout"].pop("numel") == store.extents.numel
+            assert [parameter["name"] for parameter in manifest["parameters"]] == ["p0", "p1"]
+            told = {"device": device, "folders": list(map(str, folders)), "groups": [{"lr": 0.1}]}
+            assert manifest == manifest | told | {"version": 4, "state_format": "fp32", "durability": "power"}
+    assert tree(tmp_path) == {"a", "link", "b", "b/deep"} and mode(tmp_path / "a") == 0o777
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,20 +128,6 @@ def test_what_is_in_place_of_a_file(
     assert not path.is_file() or path.read_bytes() == PRECIOUS
     if "regular" in problem and not path.is_dir():
         attack(IN_PLACE, tries=1, outcome=REFUSED)
-
-
-def test_a_device_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device is refused before it is opened, which can already change it."""
-    folder, opened, real = OpenFolder(Path("/dev"), trust=Trust.ANY), [], os.open
-
-    def watched(path: str, *arguments: int, **folders: int) -> int:
-        opened.append(path)
-        return real(path, *arguments, **folders)
-
-    monkeypatch.setattr(os, "open", watched)
-    with pytest.raises(StorageError, match=r"/dev/null' is a device"):
-        folder.open("null", os.O_RDWR)
-    assert opened == []
 
 
 def exchanged_after_a_look(monkeypatch: pytest.MonkeyPatch, path: Path, put: Callable[[], object]) -> None:
@@ -164,19 +172,11 @@ def test_folders_behind_links_are_not_used(tmp_path: Path, level: str, attack: A
     before = tree(tmp_path / "elsewhere")
     (tmp_path / "s" / level).parent.mkdir(parents=True)
     (tmp_path / "s" / level).symlink_to(tmp_path / "elsewhere" / level)
-    for attempt in (create, recover_store):
+    for attempt in (create, recover_store, *([make_tensor_files] if level == "default" else [])):
         with pytest.raises(StorageError, match="is a symbolic link, which is not followed"):
             attempt([tmp_path / "s"])
     assert tree(tmp_path / "elsewhere") == before
     attack(IN_PLACE, tries=1, outcome=REFUSED)
-
-
-def test_the_storage_folder_may_be_a_link(tmp_path: Path) -> None:
-    """The user's own storage folder may be reached by a link, and may have any mode."""
-    (tmp_path / "real").mkdir(mode=0o777)
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    with created([tmp_path / "link"]):
-        assert tree(tmp_path / "real") > {"default"}
 
 
 @pytest.mark.parametrize("level", ["default", "default/rank-00000"])
@@ -194,8 +194,9 @@ def test_folders_of_others(
         os.chown(tmp_path / level, 12345, -1)
     else:
         monkeypatch.setattr(open_folder.os, "geteuid", lambda: 12345)
-    with pytest.raises(StorageError, match=problem) as caught:
-        create([tmp_path])
+    for attempt in (create, *([make_tensor_files] if level == "default" else [])):
+        with pytest.raises(StorageError, match=problem) as caught:
+            attempt([tmp_path])
     assert folder.is_dir() and (open_mode is None or "chmod -R go-w" in caught.value.remedy)
     attack(OPEN_TO_OTHERS, tries=1, outcome=NAMED)
 
@@ -209,12 +210,17 @@ def test_files_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             attempt()
 
 
-def test_the_folder_stays_the_one_that_was_opened(tmp_path: Path) -> None:
-    """A store goes on in its folder even if another takes its name, and leaves that one alone."""
-    store = create([tmp_path])
+def test_the_folder_stays_the_one_that_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store goes on in its folder even if another takes its name, and leaves that one alone.
+
+    The process may change its working folder, too.
+    """
+    monkeypatch.chdir(tmp_path)
+    store = create([Path("storage")])
+    monkeypatch.chdir("/")
     commit_generation(store, 0)
-    (tmp_path / "default").rename(tmp_path / "moved")
-    other = rank_folder(tmp_path)
+    (tmp_path / "storage/default").rename(tmp_path / "moved")
+    other = rank_folder(tmp_path / "storage")
     (other / "commit.bin").write_bytes(PRECIOUS)
     commit_generation(store, 1)
     store.close(remove=True)
@@ -273,28 +279,16 @@ def test_no_bit_makes_a_kept_store_one_to_be_removed(tmp_path: Path, name: str, 
     store.keep()  # which may come later than the store, too
     store.close(remove=False)
     folder = tmp_path / "default" / "rank-00000"
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = power_loss.content(folder)
+    others = {file: content for file, content in before.items() if file not in ("lock", name)}
     for number in range(0, 8 * len(before[name]), every):
         changed = bytearray(before[name])
         changed[number // 8] ^= 1 << number % 8
         (folder / name).write_bytes(changed)
         with pytest.raises(StorageError):
             create([tmp_path])
-        for file, content in before.items():
-            if file not in ("lock", name):
-                assert (folder / file).read_bytes() == content
+        assert others.items() <= power_loss.content(folder).items()
         (folder / "lock").write_bytes(before["lock"])
-
-
-def test_a_manifest_that_was_being_written(tmp_path: Path) -> None:
-    """A temporary file of a killed process is replaced, because the lock names it."""
-    temporary = left(tmp_path) / "manifest.json.new"
-    temporary.write_text("half")
-    store = recover_store([tmp_path])
-    store.keep()
-    assert not temporary.exists()
-    store.close(remove=True)
-    assert tree(tmp_path) == set()
 
 
 def test_a_recovered_store_without_its_lock(tmp_path: Path) -> None:
@@ -304,3 +298,45 @@ def test_a_recovered_store_without_its_lock(tmp_path: Path) -> None:
     (folder / "thesis.bin").write_bytes(PRECIOUS)
     assert recovered(tmp_path) == 0
     assert tree(folder) == {"thesis.bin"}
+
+
+# ---- folders whose names are no text: bytes that are not UTF-8, which Python shows as lone surrogates
+
+CAFE = os.fsdecode(b"caf\xe9")
+
+
+@pytest.fixture
+def cafe(tmp_path: Path) -> Path:
+    (tmp_path / CAFE).mkdir()
+    return tmp_path / CAFE
+
+
+def test_a_store_whose_path_is_no_text(cafe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """State is written, found again and scrubbed. Damage is told with the path, in which such bytes are escaped."""
+    state = left(cafe, world_size=1) / "state.bin"
+    assert state == cafe / "default/rank-00000/state.bin"
+    store = recover_store([cafe])
+    commit_generation(store, 1)
+    store.keep()
+    store.close(remove=False)
+    assert store.manifest.folders == (str(cafe),) and recovered(cafe, remove=False) == 1
+    assert main(["jobs", str(cafe), "--verify", "--quiet"]) == main(["scrub", str(cafe), "--quiet"]) == 0
+    capsys.readouterr()
+    os.truncate(state, 8192)
+    assert main(["scrub", str(cafe), "--quiet"]) == 1
+    assert "caf\\xe9/default/rank-00000/state.bin" in capsys.readouterr().out
+    assert main(["jobs", str(cafe), "--remove", "default", "--kept"]) == 0
+    assert not list(cafe.iterdir())
+
+
+def test_a_gradient_file(cafe: Path) -> None:
+    """The file that gradients travel through on a card's SSD is there as well."""
+    with ExitStack() as resources:
+        file = open_gradient_file(cafe, 8192, resources)
+        assert file.direct and Path(file.path).parent == cafe
+
+
+def test_where_a_new_save_is_written() -> None:
+    """Names that are text keep the hidden name that earlier versions gave them."""
+    assert beside(Path("/runs/last.ckpt")).name == ".saving-e6f69ff248c8b801"
+    assert beside(Path("/runs", CAFE)).name == ".saving-dafd66c0b98965e6"
