@@ -14,7 +14,17 @@ from tests.activations.models import everything, opened
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import await_that
 
-__all__ = ["BLOCK", "activations", "assert_nothing_is_left", "chain", "expected", "inject_now", "saved"]
+__all__ = [
+    "BLOCK",
+    "activations",
+    "assert_nothing_is_left",
+    "assert_right",
+    "assert_step_is_right",
+    "chain",
+    "expected",
+    "inject_now",
+    "saved",
+]
 
 BLOCK = 4096
 
@@ -42,6 +52,17 @@ def saved(activations: OffloadedActivations, length: int = 12) -> tuple[torch.Te
 def expected(x: torch.Tensor, length: int = 12) -> torch.Tensor:
     (gradient,) = torch.autograd.grad(chain(x, length), x)
     return gradient
+
+
+def assert_right(x: torch.Tensor, loss: torch.Tensor, length: int = 12) -> None:
+    """Assert that backward gives the gradient that it gives without offloading."""
+    loss.backward()
+    assert torch.equal(x.grad, expected(x, length))
+
+
+def assert_step_is_right(activations: OffloadedActivations, length: int = 12) -> None:
+    """Assert that forward and backward of a chain give the gradient that they give without offloading."""
+    assert_right(*saved(activations, length), length)
 
 
 def inject_now(activations: OffloadedActivations, **faults: int) -> None:

@@ -126,11 +126,15 @@ def everything(**settings: Any) -> ActivationOffload:
 
 @contextmanager
 def opened(
-    folder: Path, settings: ActivationOffload | None = None, *, faults: dict[str, int] | None = None, **others: Any
+    folder: Path | list[Path],
+    settings: ActivationOffload | None = None,
+    *,
+    faults: dict[str, int] | None = None,
+    **others: Any,
 ) -> Iterator[OffloadedActivations]:
     """Yield offloading with injected delays or faults, and close it."""
     activations = OffloadedActivations(
-        [folder], settings=settings or everything(), transfer=TransferConfig(job="test"), **others
+        folder, settings=settings or everything(), transfer=TransferConfig(job="test"), **others
     )
     activations.open()
     inject(activations._store.files.tensors.core, **(faults or {}))

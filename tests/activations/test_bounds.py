@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from lightning_smartinfinity.activations import OffloadedActivations, pool
-from tests.activations.chains import BLOCK, activations, assert_nothing_is_left, chain, expected, saved
+from tests.activations.chains import (
+    BLOCK,
+    activations,
+    assert_nothing_is_left,
+    assert_right,
+    assert_step_is_right,
+    chain,
+    expected,
+    saved,
+)
 from tests.activations.models import everything, finish_writes, opened
 from tests.helpers.native_testing import Hold
 from tests.helpers.waiting import await_that
@@ -57,8 +66,7 @@ def test_a_full_pool_stops_nothing(tmp_path: Path) -> None:
         traffic = activations.traffic()
         assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (2 * BLOCK, 9 * BLOCK)
         hold.release()
-        loss.backward()
-        assert torch.equal(x.grad, expected(x))
+        assert_right(x, loss)
 
 
 def test_a_tensor_that_is_larger_than_the_pool(tmp_path: Path) -> None:
@@ -83,18 +91,15 @@ def test_storage_is_bounded(tmp_path: Path) -> None:
         x, loss = saved(activations)
         traffic = activations.traffic()
         assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (3 * BLOCK, 8 * BLOCK)
-        loss.backward()
-        assert torch.equal(x.grad, expected(x))
+        assert_right(x, loss)
 
 
 def test_storage_leaves_no_room_for_a_budget(tmp_path: Path) -> None:
     """A warning says that the budget is not kept."""
     settings = everything(host_bytes=BLOCK, budget_bytes=2 * BLOCK, storage_bytes=3 * BLOCK)
-    with opened(tmp_path, settings) as activations:
-        with pytest.warns(UserWarning, match=f"budget_bytes={2 * BLOCK}.* storage_bytes={3 * BLOCK} leaves no room"):
-            x, loss = saved(activations)
-        loss.backward()
-        assert torch.equal(x.grad, expected(x))
+    told = f"budget_bytes={2 * BLOCK}.* storage_bytes={3 * BLOCK} leaves no room"
+    with opened(tmp_path, settings) as activations, pytest.warns(UserWarning, match=told):
+        assert_step_is_right(activations)
 
 
 def test_others_hold_what_a_budget_has_no_room_for(tmp_path: Path) -> None:
@@ -108,8 +113,7 @@ def test_others_hold_what_a_budget_has_no_room_for(tmp_path: Path) -> None:
                 for _ in range(8):
                     kept.append(kept[-1].sin())
                 loss = chain(kept[-1], 10)
-            loss.backward()
-            assert torch.equal(x.grad, expected(x, 18))
+            assert_right(x, loss, 18)
             return kept
 
         step()
@@ -127,8 +131,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
             entries = [entry for found in activations._last.entries if (entry := found()) is not None]
             assert [entry.is_original for entry in entries] == 6 * [False] + 5 * [True]
             del entries
-            loss.backward()
-            assert torch.equal(x.grad, expected(x))
+            assert_right(x, loss)
 
 
 def test_the_file_does_not_grow_without_end(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -12,10 +13,11 @@ from lightning_smartinfinity.activations.tuning.choice import Copies, Profile, c
 MOST_RATIO = 1e-9
 
 
-def random_profile(choose_from: random.Random) -> Profile:
+def random_profile(choose_from: random.Random, *, on_device: bool) -> Profile:
     num = choose_from.randint(1, 9)
     forward = choose_from.uniform(0.1, 4)
-    rates = [choose_from.choice([0.5, 3.0, 20.0, 1e6]) * choose_from.uniform(0.5, 2) for _ in range(2)]
+    rates = [choose_from.choice([0.5, 3.0, 20.0, 1e6]) * choose_from.uniform(0.5, 2) for _ in range(4)]
+    copies = Copies(out_rate=rates[2], in_rate=rates[3], ahead_bytes=choose_from.randint(1, 30))
     return Profile(
         times=tuple(sorted(choose_from.uniform(0, forward) for _ in range(num))),
         sizes=tuple(choose_from.choice([1, 2, 5, choose_from.randint(1, 20)]) for _ in range(num)),
@@ -23,22 +25,26 @@ def random_profile(choose_from: random.Random) -> Profile:
         backward_seconds=choose_from.choice([0.0, choose_from.uniform(0, 3 * forward)]),
         write_rate=rates[0],
         read_rate=rates[1],
+        copies=copies if on_device else None,
     )
 
 
-def written_entries(profile: Profile, num: int) -> list[tuple[int, float]]:
-    """Return the entries that are written before backward begins, with the times at which their writes end."""
-    free, ended = 0.0, []
-    for index in range(num):
-        free = max(free, profile.times[index]) + profile.sizes[index] / profile.write_rate
-        if free <= profile.forward_seconds:
-            ended.append((index, free))
-    return ended
-
-
-def simulated_stall(profile: Profile, num: int, read_ahead: int) -> float:
-    waiting = [index for index, _ in reversed(written_entries(profile, num))]
-    return simulated_reads(profile, waiting, rate=profile.read_rate, read_ahead=read_ahead)
+def evicted_entries(profile: Profile, pool: int) -> list[float]:
+    """Return when each entry is written, or copied from a device, of all that are before backward begins."""
+    copied, ends, written = 0.0, list[float](), list[float]()
+    for index, (ready, size) in enumerate(zip(profile.times, profile.sizes, strict=True)):
+        if profile.copies is not None:
+            begin = max(copied, ready)
+            # The pool has what was copied and is not written yet.
+            for end in written:
+                in_pool = sum(profile.sizes[other] for other in range(index) if written[other] > begin)
+                if in_pool + size > pool:
+                    begin = max(begin, end)
+            copied = begin + size / profile.copies.out_rate if size <= pool else math.inf
+            ready = copied
+        written.append(max([ready, *written[-1:]]) + size / profile.write_rate)
+        ends.append(written[-1] if profile.copies is None else copied)
+    return [end for end in ends if end <= profile.forward_seconds]
 
 
 def simulated_reads(profile: Profile, waiting: list[int], *, rate: float, read_ahead: int) -> float:
@@ -62,121 +68,63 @@ def simulated_reads(profile: Profile, waiting: list[int], *, rate: float, read_a
     return now_late
 
 
-def simulated_peak(profile: Profile, num: int, read_ahead: int) -> int:
-    written = written_entries(profile, num)
-    peaks = []
-    for count, now in enumerate(profile.times, start=1):
-        gone = sum(profile.sizes[index] for index, end in written if end <= now and index < count - 1)
-        peaks.append(sum(profile.sizes[:count]) - gone)
-    on_storage = sum(profile.sizes[index] for index, _ in written)
-    peaks.append(sum(profile.sizes) - on_storage + min(on_storage, read_ahead))
-    return max(peaks)
+def simulated(profile: Profile, pool: int, ahead: int) -> tuple[list[float], list[int]]:
+    """Return for how long backward waits, and the most bytes that are held, for each number of offloaded entries."""
+    sizes, copies = profile.sizes, profile.copies
+    stalls, peaks = list[float](), list[int]()
+    for num in range(len(sizes) + 1):
+        ends = evicted_entries(profile, pool)[:num]
+        evicted = range(len(ends))
+        # From a device, what the pool has room for need not be written, and what is read is copied, too.
+        in_pool = 0 if copies is None else pool
+        on_storage = [index for index in reversed(evicted) if sum(sizes[index : len(ends)]) > in_pool]
+        stall = simulated_reads(profile, on_storage, rate=profile.read_rate, read_ahead=ahead)
+        if copies is not None:
+            waiting = list(reversed(evicted))
+            copied = simulated_reads(profile, waiting, rate=copies.in_rate, read_ahead=copies.ahead_bytes)
+            stall = max(stall, copied)
+        stalls.append(stall)
+        held = [
+            sum(sizes[: count + 1]) - sum(sizes[index] for index in evicted if ends[index] <= now and index < count)
+            for count, now in enumerate(profile.times)
+        ]
+        gone = sum(sizes[: len(ends)])
+        peaks.append(max(*held, sum(sizes) - gone + min(gone, ahead if copies is None else copies.ahead_bytes)))
+    return stalls, peaks
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_against_every_possibility(seed: int) -> None:
+def test_against_every_possibility(seed: int, on_device: bool) -> None:
     """In a thousand random profiles, the choice is the best of all suffixes that can be kept."""
     chosen = random.Random(seed)
     for _ in range(1000):
-        profile, read_ahead = random_profile(chosen), chosen.randint(1, 30)
-        everything = range(len(profile.sizes) + 1)
-        stalls = [simulated_stall(profile, num, read_ahead) for num in everything]
-        peaks = [simulated_peak(profile, num, read_ahead) for num in everything]
+        profile = random_profile(chosen, on_device=on_device)
+        pool = chosen.choice([chosen.randint(2, 60), 10**6])
+        ahead, sizes, everything = pool // 2, profile.sizes, range(len(profile.sizes) + 1)
+        stalls, peaks = simulated(profile, pool, ahead)
         for num in everything:
-            assert stall_of(profile, num, pool_bytes=0, read_ahead_bytes=read_ahead) == pytest.approx(
-                stalls[num], abs=MOST_RATIO
-            )
-            assert peak_of(profile, num, pool_bytes=0, read_ahead_bytes=read_ahead) == peaks[num]
-        written = len(written_entries(profile, len(profile.sizes)))
-        free = max(num for num in everything if num <= written and stalls[num] == 0)
-        pool = 2 * read_ahead
-        automatic = choose(profile, keep="auto", budget_bytes=None, pool_bytes=pool, read_ahead_bytes=read_ahead)
-        assert automatic.num_offloaded == free and automatic.stall_seconds == 0
-        assert automatic.offloaded_bytes + automatic.kept_bytes == sum(profile.sizes)
-        # The pool is full of what was written, or has all of it.
-        assert automatic.peak_bytes == max(
-            peaks[free], sum(profile.sizes[free:]) + min(pool, sum(profile.sizes[:free]))
-        )
-        budget = chosen.randint(1, sum(profile.sizes))
-        fits = [num for num in everything if peaks[num] <= budget]
-        within = choose(profile, keep="auto", budget_bytes=budget, pool_bytes=pool, read_ahead_bytes=read_ahead)
-        assert within.peak_bytes <= max(budget, peaks[within.num_offloaded])
-        assert within.num_offloaded == min(fits, default=len(profile.sizes))
-        unhindered = profile.forward_seconds + profile.backward_seconds
-        assert within.seconds == pytest.approx(unhindered + stalls[within.num_offloaded])
-        keep = chosen.randint(0, sum(profile.sizes))
-        least = min(num for num in everything if sum(profile.sizes[num:]) <= keep)
-        explicit = choose(profile, keep=keep, budget_bytes=None, pool_bytes=pool, read_ahead_bytes=read_ahead)
-        assert explicit.num_offloaded == least
-        most = chosen.randint(0, sum(profile.sizes))
-        fewer = choose(
-            profile, keep="auto", budget_bytes=None, pool_bytes=pool, read_ahead_bytes=read_ahead, most_bytes=most
-        )
-        assert fewer.num_offloaded == max(num for num in everything if num <= free and sum(profile.sizes[:num]) <= most)
-
-
-def evicted_entries(profile: Profile, num: int, pool: int) -> list[tuple[int, float]]:
-    """Return the entries that are copied from a device before backward begins, with the times at which they are."""
-    assert profile.copies is not None
-    sizes, copied, evicted = profile.sizes, 0.0, []
-    written_until, written = 0.0, {}
-    for index in range(num):
-        begin = max(copied, profile.times[index])
-        # The pool has what was copied and is not written yet.
-        for other in range(index):
-            in_pool = sum(sizes[each] for each in range(index) if written[each] > begin)
-            if in_pool + sizes[index] > pool:
-                begin = max(begin, written[other])
-        if sizes[index] > pool:
-            break
-        copied = begin + sizes[index] / profile.copies.out_rate
-        if copied > profile.forward_seconds:
-            break
-        written_until = max(written_until, copied) + sizes[index] / profile.write_rate
-        written[index] = written_until
-        evicted.append((index, copied))
-    return evicted
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_devices_against_every_possibility(seed: int) -> None:
-    """From a device, what the pool has room for need not be written, and what is read is copied, too."""
-    chosen = random.Random(seed)
-    for _ in range(1000):
-        rates = [chosen.choice([1.0, 10.0, 1e6]) * chosen.uniform(0.5, 2) for _ in range(2)]
-        copies = Copies(out_rate=rates[0], in_rate=rates[1], ahead_bytes=chosen.randint(1, 30))
-        profile = dataclasses.replace(random_profile(chosen), copies=copies)
-        pool, sizes = chosen.choice([chosen.randint(1, 60), 10**6]), profile.sizes
-        ahead, everything = max(1, pool // 2), range(len(sizes) + 1)
-        all_evicted = evicted_entries(profile, len(sizes), pool)
-        stalls, peaks = [], []
-        for num in everything:
-            evicted = [(index, end) for index, end in all_evicted if index < num]
-            in_pool = [index for index, _ in evicted if sum(sizes[num] for num, _ in evicted if num >= index) <= pool]
-            waiting = [index for index, _ in reversed(evicted)]
-            on_storage = [index for index in waiting if index not in in_pool]
-            copied = simulated_reads(profile, waiting, rate=copies.in_rate, read_ahead=copies.ahead_bytes)
-            read = simulated_reads(profile, on_storage, rate=profile.read_rate, read_ahead=ahead)
-            stalls.append(max(copied, read))
-            gone = [
-                sum(sizes[index] for index, end in evicted if end <= now and index < count)
-                for count, now in enumerate(profile.times)
-            ]
-            held = [sum(sizes[: count + 1]) - gone[count] for count in range(len(sizes))]
-            evicted_bytes = sum(sizes[index] for index, _ in evicted)
-            peaks.append(max(*held, sum(sizes) - evicted_bytes + min(evicted_bytes, copies.ahead_bytes)))
-            found = stall_of(profile, num, pool_bytes=pool, read_ahead_bytes=ahead)
-            assert found == pytest.approx(stalls[num], abs=MOST_RATIO)
+            stall = stall_of(profile, num, pool_bytes=pool, read_ahead_bytes=ahead)
+            assert stall == pytest.approx(stalls[num], abs=MOST_RATIO)
             assert peak_of(profile, num, pool_bytes=pool, read_ahead_bytes=ahead) == peaks[num]
-        free = max(num for num in everything if num <= len(all_evicted) and stalls[num] == 0)
-        automatic = choose(profile, keep="auto", budget_bytes=None, pool_bytes=pool, read_ahead_bytes=ahead)
+        settings = {"keep": "auto", "budget_bytes": None, "pool_bytes": pool, "read_ahead_bytes": ahead}
+        free = max(num for num in everything if num <= len(evicted_entries(profile, pool)) and stalls[num] == 0)
+        automatic = choose(profile, **settings)
         assert (automatic.num_offloaded, automatic.stall_seconds) == (free, 0)
-        assert automatic.peak_bytes == peaks[free]
+        assert automatic.offloaded_bytes + automatic.kept_bytes == sum(sizes)
+        # Without a device, the pool is full of what was written, or has all of it.
+        with_pool = 0 if on_device else sum(sizes[free:]) + min(pool, sum(sizes[:free]))
+        assert automatic.peak_bytes == max(peaks[free], with_pool)
         # A budget counts the pool, too, so that it is kept as where there is no device.
         budget = chosen.randint(1, sum(sizes))
-        without = dataclasses.replace(profile, copies=None)
-        within, on_host = (
-            choose(each, keep="auto", budget_bytes=budget, pool_bytes=pool, read_ahead_bytes=ahead)
-            for each in (profile, without)
-        )
-        assert (within.num_offloaded, within.peak_bytes) == (on_host.num_offloaded, on_host.peak_bytes)
+        _, counted = simulated(dataclasses.replace(profile, copies=None), pool, ahead)
+        within = choose(profile, **settings | {"budget_bytes": budget})
+        assert within.num_offloaded == min((num for num in everything if counted[num] <= budget), default=len(sizes))
+        assert within.peak_bytes <= max(budget, counted[within.num_offloaded])
+        unhindered = profile.forward_seconds + profile.backward_seconds
+        assert within.seconds == pytest.approx(unhindered + stalls[within.num_offloaded])
+        keep, most = chosen.randint(0, sum(sizes)), chosen.randint(0, sum(sizes))
+        explicit = choose(profile, **settings | {"keep": keep})
+        assert explicit.num_offloaded == min(num for num in everything if sum(sizes[num:]) <= keep)
+        fewer = choose(profile, **settings | {"most_bytes": most})
+        assert fewer.num_offloaded == max(num for num in everything if num <= free and sum(sizes[:num]) <= most)

@@ -5,23 +5,40 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections import deque
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd import graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_smartinfinity.activations import OffloadedActivations
-from lightning_smartinfinity.activations.cuda.copies import UnderWay
-from lightning_smartinfinity.activations.entries import Entry
-from lightning_smartinfinity.activations.forwards import Plan
-from lightning_smartinfinity.activations.geometry import shares_changes
+from lightning_smartinfinity.activations import (
+    OffloadedActivations,
+    entries,
+    files,
+    forwards,
+    geometry,
+    offloading,
+    packing,
+    pool,
+    reads,
+    store,
+    writes,
+)
 from lightning_smartinfinity.errors import StorageError
-from tests.activations.chains import BLOCK, activations, assert_nothing_is_left, chain, expected, inject_now, saved
+from tests.activations.chains import (
+    BLOCK,
+    activations,
+    assert_nothing_is_left,
+    assert_right,
+    assert_step_is_right,
+    expected,
+    inject_now,
+    saved,
+)
 from tests.activations.models import everything, opened
+from tests.helpers.interrupts import Interrupt
+from tests.helpers.long_cases import long_but
 from tests.native.test_interrupt import interrupted
 
 __all__ = ["activations"]
@@ -57,8 +74,7 @@ def test_backward_frees_everything(activations: OffloadedActivations) -> None:
     try:
         x, loss = saved(activations)
         assert activations.storage_bytes > 4 * BLOCK and 0 < activations.held_bytes <= 4 * BLOCK
-        loss.backward()
-        assert torch.equal(x.grad, expected(x))
+        assert_right(x, loss)
         assert_nothing_is_left(activations)
         assert activations.traffic().held_up_seconds > 0
     finally:
@@ -85,71 +101,39 @@ def test_a_retained_graph_is_read_again(activations: OffloadedActivations) -> No
     assert_nothing_is_left(activations)
 
 
-def test_two_forwards_before_a_backward(activations: OffloadedActivations) -> None:
-    """Losses of two forwards may be added."""
-    (x, one), (y, other) = saved(activations), saved(activations)
-    (one + other).backward()
-    assert torch.equal(x.grad, expected(x)) and torch.equal(y.grad, expected(y))
-    assert_nothing_is_left(activations)
-
-
-def test_a_gradient_of_a_gradient(activations: OffloadedActivations) -> None:
-    """create_graph records backward without offloading it, and both gradients are right."""
-    x, loss = saved(activations)
-    (first,) = torch.autograd.grad(loss, x, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), x)
-    y = x.detach().clone().requires_grad_()
-    (first_expected,) = torch.autograd.grad(chain(y), y, create_graph=True)
-    (second_expected,) = torch.autograd.grad(first_expected.square().sum(), y)
-    assert torch.equal(first, first_expected) and torch.equal(second, second_expected)
-
-
-def test_what_somebody_holds_is_not_written_again(tmp_path: Path) -> None:
-    """A tensor that the caller keeps is counted in the first step and left alone in the next ones."""
-    with opened(tmp_path) as activations:
-        for step in range(3):
-            x = torch.randn(BLOCK, requires_grad=True)
-            with activations.forward(x):
-                held = (x * 2).exp()
-                loss = held.sin().sum()
-            loss.backward()
-            traffic = activations.traffic()
-            assert traffic.freed_nothing_bytes == 4 * BLOCK and traffic.kept_elsewhere_bytes == step * 4 * BLOCK
-
-
 @pytest.mark.parametrize(
     "steps",
-    [[(4, True, 4), (4, False, 0), (4, False, 4)], [(4, True, 4), (5, False, 5)]],
-    ids=["no longer held", "another one in its place"],
+    [
+        [(4, True, 4), (4, True, 0), (4, True, 0)],
+        [(4, True, 4), (4, False, 0), (4, False, 4)],
+        [(4, True, 4), (5, False, 5)],
+    ],
+    ids=["held", "no longer held", "another one in its place"],
 )
-def test_what_nobody_holds_is_written_again(tmp_path: Path, steps: list[tuple[int, bool, int]]) -> None:
-    """What the caller has kept and then does not keep is offloaded in the step after; what is larger, at once.
+def test_what_somebody_holds(tmp_path: Path, steps: list[tuple[int, bool, int]]) -> None:
+    """What the caller keeps is written once, and left alone until the step after one in which nobody has kept it.
 
-    Each step has a number of blocks, whether the caller keeps them, and how many are offloaded.
+    What is larger is offloaded at once. Each step has a number of blocks, whether the caller keeps them, and how many
+    are offloaded.
     """
     with opened(tmp_path) as activations:
         for blocks, is_kept, offloaded in steps:
             x = torch.randn(blocks * BLOCK // 4, requires_grad=True)
-            before = activations.traffic().offloaded_bytes
+            before = activations.traffic()
             with activations.forward(x):
                 held = (x * 2).exp()
                 loss = held.sin().sum()
                 if not is_kept:
                     del held
             loss.backward()
-            assert activations.traffic().offloaded_bytes - before == offloaded * BLOCK
+            traffic = activations.traffic()
+            assert traffic.offloaded_bytes - before.offloaded_bytes == offloaded * BLOCK
+            assert traffic.freed_nothing_bytes - before.freed_nothing_bytes == is_kept * offloaded * BLOCK
+            if is_kept:
+                assert traffic.kept_elsewhere_bytes - before.kept_elsewhere_bytes == (blocks - offloaded) * BLOCK
 
 
 # ---- interrupts
-
-
-def assert_goes_on(activations: OffloadedActivations) -> None:
-    """Assert that the next step is right, and leaves nothing."""
-    x, loss = saved(activations)
-    loss.backward()
-    assert torch.equal(x.grad, expected(x))
-    del loss
-    assert_nothing_is_left(activations)
 
 
 def test_an_interrupt_in_backward(activations: OffloadedActivations) -> None:
@@ -171,117 +155,38 @@ def test_an_interrupt_in_forward(activations: OffloadedActivations) -> None:
     with interrupted():
         saved(activations)
     inject_now(activations)
-    assert_goes_on(activations)
-
-
-def interrupt_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """Let the next call of a method raise KeyboardInterrupt, as Ctrl-C may."""
-    method = getattr(owner, name)
-
-    def interrupt(*_: object) -> None:
-        monkeypatch.setattr(owner, name, method)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(owner, name, interrupt)
-
-
-def test_an_interrupt_when_an_entry_is_new(activations: OffloadedActivations, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry that is gone before its forward knows it is not subtracted without having been added."""
-    interrupt_once(monkeypatch, Plan, "frees_nothing")
-    with pytest.raises(KeyboardInterrupt):
-        saved(activations)
-    gc.collect()
-    assert activations.held_bytes == 0
-    assert_goes_on(activations)
-
-
-def test_an_interrupt_when_an_entry_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python ignores an interrupt there, and the entry is held no longer."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    with opened(tmp_path, everything(keep=100 * BLOCK)) as activations:
-        _, loss = saved(activations)
-        assert activations.held_bytes > 0
-        interrupt_once(monkeypatch, activations._store, "entry_is_gone")
-        del loss
-        assert_nothing_is_left(activations)
-
-
-def test_an_interrupt_before_an_entry_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python has nothing to say of it when it is dropped."""
-    told: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
-    Entry.__new__(Entry)
-    assert not told
-
-
-def test_an_interrupt_when_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensor does not look changed afterwards."""
-    setter, tensor = torch._C._autograd._unsafe_set_version_counter, torch.zeros(3)
-
-    def interrupt(*arguments: Any) -> None:
-        monkeypatch.setattr(torch._C._autograd, "_unsafe_set_version_counter", setter)
-        setter(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch._C._autograd, "_unsafe_set_version_counter", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        shares_changes(tensor, tensor.view(3))
-    assert tensor._version == 0
-
-
-class Interrupted(deque[Any]):
-    """A queue behind each of whose calls an interrupt comes."""
-
-    def append(self, item: Any) -> None:
-        super().append(item)
-        raise KeyboardInterrupt
-
-    def popleft(self) -> Any:
-        super().popleft()
-        raise KeyboardInterrupt
-
-
-def test_an_interrupt_when_work_of_a_device_is_counted() -> None:
-    """The count stays that of the work under way. Otherwise nothing more would be evicted from the device."""
-    under_way = UnderWay()
-    under_way._points = Interrupted()
-    for call in (lambda: under_way.add([], BLOCK), under_way.reap, lambda: under_way.wait(0)):
-        with pytest.raises(KeyboardInterrupt):
-            call()
-        assert under_way.nbytes == sum(nbytes for _, nbytes in under_way._points)
-        if not under_way._points:
-            with pytest.raises(KeyboardInterrupt):
-                under_way.add([], BLOCK)
-
-
-@pytest.mark.parametrize("name", ["__enter__", "__exit__"])
-def test_an_interrupt_between_forwards(
-    activations: OffloadedActivations, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """No hook stays in effect when Ctrl-C comes as hooks are entered or left."""
-
-    def interrupt(hooks: saved_tensors_hooks, *_: object) -> None:
-        if name == "__enter__":
-            torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack_hook, hooks.unpack_hook)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(saved_tensors_hooks, name, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        saved(activations)
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def test_an_interrupt_when_writes_are_given_up(
-    activations: OffloadedActivations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The memory of a write that nobody wants any more goes back to the pool when the write has ended."""
-    inject_now(activations, seed=1, max_delay_us=50_000)
-    _, loss = saved(activations)
-    del loss
-    interrupt_once(monkeypatch, activations._store.files.tensors, "done")
-    with pytest.raises(KeyboardInterrupt):
-        activations.traffic()
+    assert_step_is_right(activations)
     assert_nothing_is_left(activations)
+
+
+# Without eviction, which counts in lines between which no signal comes.
+MODULES = (entries, files, forwards, geometry, graph, offloading, packing, pool, reads, store, writes)
+
+
+@pytest.mark.parametrize("every", long_but([41], [3, 41]))
+def test_an_interrupt_on_any_line(
+    activations: OffloadedActivations, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C on any line of forward and backward leaves no hook and nothing behind, and the next step is right."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # Python ignores an interrupt as an entry is deleted
+    line, came = 0, True
+    while came:
+        came = interrupted_step(activations, line)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert_nothing_is_left(activations)
+        assert_step_is_right(activations)
+        line += every
+    assert line > 1000
+
+
+def interrupted_step(activations: OffloadedActivations, line: int) -> bool:
+    """Interrupt a step before this line, and return whether it has such a line."""
+    try:
+        with Interrupt(line, MODULES).coming():
+            assert_step_is_right(activations)
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def test_closing_with_a_graph_alive(activations: OffloadedActivations) -> None:
@@ -302,22 +207,13 @@ def test_a_forked_child(activations: OffloadedActivations) -> None:
     x, loss = saved(activations)
     child = os.fork()
     if child == 0:
-        os._exit(refusals(activations, loss))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    loss.backward()
-    assert torch.equal(x.grad, expected(x))
-
-
-def refusals(activations: OffloadedActivations, loss: torch.Tensor) -> int:
-    """Return 0 if all that a forked child may not do raises."""
-    refused = 0
-    for attempt in (loss.backward, lambda: saved(activations)):
         try:
-            attempt()
-        except StorageError as error:
-            refused += "forked child" in str(error)
-        except BaseException:
-            return 1
-    del loss
-    activations.close()
-    return 0 if refused == 2 else 2
+            for attempt in (loss.backward, lambda: saved(activations)):
+                with pytest.raises(StorageError, match="forked child"):
+                    attempt()
+            activations.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_right(x, loss)

@@ -23,6 +23,7 @@ from lightning_smartinfinity.activations import ActivationTraffic, OffloadedActi
 from tests.activations.chains import assert_nothing_is_left
 from tests.activations.models import Block, opened
 from tests.helpers.long_cases import long_but
+from tests.helpers.unnamed import unnamed_files
 from tests.helpers.waiting import join
 
 # Seven programs from this one on have every layer and every kind of step.
@@ -351,10 +352,15 @@ def train(drawn: Program, activations: OffloadedActivations | None = None) -> li
 
 
 def traffic_of(drawn: Program, folder: Path) -> ActivationTraffic:
-    """Train a program with and without offloading, compare all bits, and return what was counted."""
-    expected = train(drawn)
-    with opened(folder, drawn.settings, faults=drawn.faults) as activations:
+    """Train a program with and without offloading, compare all bits, and return what was counted.
+
+    Files are in two folders, and have no names.
+    """
+    expected, folders = train(drawn), [folder / "a", folder / "b"]
+    with opened(folders, drawn.settings, faults=drawn.faults) as activations:
         found = train(drawn, activations)
+        assert [len(unnamed_files(each)) for each in folders] == [1, 1]
+        assert not any(path.is_file() for path in folder.rglob("*"))
         traffic = activations.traffic()
     pairs = zip(found, expected, strict=True)
     assert [number for number, (one, other) in enumerate(pairs) if not torch.equal(one, other)] == [], drawn

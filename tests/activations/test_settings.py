@@ -78,13 +78,6 @@ def test_what_the_context_manager_refuses(folders: Any, settings: dict[str, Any]
         OffloadedActivations(folders, **settings)
 
 
-def test_a_folder_and_settings_in_a_dict(tmp_path: Path) -> None:
-    """One folder needs no list, and settings may be a dict."""
-    activations = OffloadedActivations(tmp_path, settings={"keep": "1MB"})
-    activations.open()
-    activations.close()
-
-
 def test_more_than_storage_has(tmp_path: Path) -> None:
     """Storage needs as much free space as activations may take when the files are opened. No file is left otherwise."""
     activations = OffloadedActivations(tmp_path / "new", settings={"storage_bytes": 1 << 60})

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,18 @@ import torch
 from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.native import IoClass
 from lightning_smartinfinity.storage import StoredTensor, TensorStore
-from tests.activations.chains import BLOCK, activations, assert_nothing_is_left, chain, expected, inject_now, saved
+from tests.activations.chains import (
+    BLOCK,
+    activations,
+    assert_nothing_is_left,
+    assert_step_is_right,
+    chain,
+    expected,
+    inject_now,
+    saved,
+)
 from tests.activations.models import drop_memory, everything, finish_writes, opened
-from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold
-from tests.helpers.unnamed import unnamed_files
 from tests.helpers.waiting import await_that, join
 
 __all__ = ["activations"]
@@ -59,34 +63,11 @@ def test_what_is_wanted_early_is_forwarded(tmp_path: Path) -> None:
     """A tensor whose write has not begun is handed out from the pool, and its write is cancelled."""
     with opened(tmp_path) as activations:
         hold = Hold(activations._store.files.tensors.core, write_at=0, count=1000)
-        x, loss = saved(activations)
-        loss.backward()
-        assert torch.equal(x.grad, expected(x))
+        assert_step_is_right(activations)
         hold.release()
         assert_nothing_is_left(activations)
         traffic = activations.traffic()
         assert traffic.forwarded_bytes == traffic.offloaded_bytes > 0 and traffic.read_bytes == 0
-
-
-@pytest.mark.parametrize("kills", long_but([5], [5, 50]))
-def test_a_process_that_is_killed(kills: int, tmp_path: Path) -> None:
-    """Nothing of it is left on storage, whenever it is killed."""
-    for seed in range(kills):
-        child = os.fork()
-        if child == 0:
-            try:
-                with opened(tmp_path, everything(host_bytes=4 * BLOCK, budget_bytes=4 * BLOCK)) as activations:
-                    (tmp_path / "begun").touch()
-                    while True:
-                        saved(activations)
-            finally:
-                os._exit(1)
-        await_that((tmp_path / "begun").exists)
-        time.sleep(seed % 10 / 100)
-        os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        (tmp_path / "begun").unlink()
-        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_what_is_wanted_next_is_read_ahead(tmp_path: Path) -> None:
@@ -126,29 +107,26 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, IoClass]]:
     return started
 
 
-def test_the_pool_keeps_the_newest(activations: OffloadedActivations, requests: list[tuple[str, int, IoClass]]) -> None:
-    """Forward leaves the newest tensors in the pool, and backward reads each of the others once."""
-    x, loss = saved(activations)
+def test_what_is_written_and_read(activations: OffloadedActivations, requests: list[tuple[str, int, IoClass]]) -> None:
+    """Forward leaves the newest tensors in the pool, and backward reads once what is not there.
+
+    Writes go last, and reads that backward waits for go before read-ahead, of which a second backward has none.
+    """
+    x, loss = saved(activations, 40)
     finish_writes(activations)
+    assert {(kind, io_class) for kind, _, io_class in requests} == {("write", IoClass.WRITE_BEHIND)}
     assert activations._last is not None
     entries = [entry for found in activations._last.entries if (entry := found()) is not None]
     are_in_memory = [entry.memory is not None or entry.is_original for entry in entries]
-    assert are_in_memory == sorted(are_in_memory) and 0 < sum(are_in_memory) < len(entries) == 11
-    requests.clear()
-    (found,) = torch.autograd.grad(loss, x, retain_graph=True)
-    assert torch.equal(found, expected(x)) and len(requests) == 11 - sum(are_in_memory)
-
-
-def test_classes_of_transfers(activations: OffloadedActivations, requests: list[tuple[str, int, IoClass]]) -> None:
-    """Writes go last, and reads that backward waits for go before read-ahead, of which a second backward has none."""
-    x, loss = saved(activations, 40)
-    assert {(kind, io_class) for kind, _, io_class in requests} == {("write", IoClass.WRITE_BEHIND)}
+    assert are_in_memory == sorted(are_in_memory) and 0 < sum(are_in_memory) < len(entries) == 39
     drop_memory(activations)
     requests.clear()
     torch.autograd.grad(loss, x, retain_graph=True)
+    assert len(requests) == sum(not entry.is_original for entry in entries)
     assert ("read", IoClass.GATHER) in {(kind, io_class) for kind, _, io_class in requests}
     requests.clear()
-    torch.autograd.grad(loss, x)
+    (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, expected(x, 40))
     assert {(kind, io_class) for kind, _, io_class in requests} == {("read", IoClass.AWAITED)}
 
 
@@ -168,17 +146,3 @@ def test_read_ahead_follows_the_backward_before(tmp_path: Path, requests: list[t
             for each in (0, 1):
                 torch.autograd.grad(losses[each], x)
             requests.clear()
-
-
-def test_several_folders(tmp_path: Path) -> None:
-    """Tensors are dealt to the files of all folders, which have no names and are gone when they are closed."""
-    folders = [tmp_path / "a", tmp_path / "b"]
-    activations = OffloadedActivations(folders, settings=everything(host_bytes=4 * BLOCK, budget_bytes=4 * BLOCK))
-    x, loss = saved(activations, 40)
-    await_that(lambda: activations.traffic().written_bytes >= 32 * BLOCK)
-    assert [len(unnamed_files(folder)) for folder in folders] == [1, 1]
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    loss.backward()
-    assert torch.equal(x.grad, expected(x, 40))
-    activations.close()
-    assert unnamed_files(tmp_path) == []
