@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.native import Batch, FileQueue, HostBuffer, Operation, Pipeline, StateFile
+from lightning_smartinfinity.native import Failure, FileQueue, HostBuffer, Operation, StateFile
 from tests.helpers.native_testing import inject
-from tests.helpers.waiting import PROCESS_LIMIT, assert_threads_end, num_threads
-from tests.native.builds import run_python
+from tests.helpers.waiting import assert_threads_end, num_threads
+from tests.native.builds import assert_in_fork, is_refused, run_python
 from tests.native.stored import Run, StoredState, takes_direct
 from tests.native.test_pipeline import (
     NUMEL,
@@ -72,7 +73,10 @@ def test_choice(tmp_path: Path, direct: bool, expected: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_many_requests_at_once(tmp_path: Path, engine: str) -> None:
-    """More requests than a ring has entries complete, in any order. Each ticket belongs to its own request."""
+    """More requests than a ring has entries complete, in any order. Each ticket belongs to its own request.
+
+    A full device then fails a write.
+    """
     num_requests, block = 1000, 4096
     path = tmp_path / "file"
     path.touch()
@@ -89,6 +93,10 @@ def test_many_requests_at_once(tmp_path: Path, engine: str) -> None:
         assert [queue.wait(ticket) for ticket in tickets] == [None] * num_requests
     np.testing.assert_array_equal(np.frombuffer(target.memoryview(), np.uint8), written)
     assert queue.counters().system_calls < 6 * num_requests
+    full = StateFile("/dev/full", direct=False)
+    failure = queue.wait(queue.write(full, offset=0, address=source.address, nbytes=block))
+    assert failure is not None
+    assert (failure.kind, failure.errno, failure.path) == ("io", errno.ENOSPC, "/dev/full")
     queue.close()
 
 
@@ -170,28 +178,15 @@ def test_too_few_descriptors_for_a_ring(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_full_disk(tmp_path: Path, engine: str) -> None:
-    """A full device fails the first write with ENOSPC on every engine."""
-    with StoredState(tmp_path, NUMEL, 2048) as state:
-        full = StateFile("/dev/full", direct=False)
-        pipeline = Pipeline(
-            files=[full], identity=state.identity, num_buffers=2, buffer_bytes=state.extent_bytes, io_engine=engine
-        )
-        pipeline.submit(Batch(Operation.WRITE, state.tasklets([])))
-        failure = pipeline.finish()
-        pipeline.close()
-    assert failure is not None
-    assert (failure.kind, failure.errno, failure.path) == ("io", errno.ENOSPC, "/dev/full")
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("which", ["read", "write"])
 def test_every_request_may_fail(tmp_path: Path, engine: str, which: str) -> None:
-    """Whichever request fails with others in flight, the old place stays intact, and the next batch works."""
+    """Whichever request fails with others in flight, the old place stays intact, and the next batch works.
+
+    The failure names the file at fault: that from which a tasklet was read, or that to which it was to be written.
+    """
     gradient, parameter, arrays = normals(1), np.zeros(NUMEL, np.float32), initial()
-    with StoredState(
-        tmp_path, NUMEL, 4096, options={"io_engine": engine, "num_buffers": 3, "compute_threads": 2}
-    ) as state:
+    options = {"io_engine": engine, "num_buffers": 3, "compute_threads": 2}
+    with StoredState(tmp_path, NUMEL, 4096, num_files=2, wanders=True, options=options) as state:
         state.write(*arrays)
         runs = [Run(0, NUMEL, 0, gradient, parameter=parameter)]
         for number in range(state.num_tasklets):
@@ -199,28 +194,139 @@ def test_every_request_may_fail(tmp_path: Path, engine: str, which: str) -> None
             inject(state.pipeline, seed=number, max_delay_us=200, short_transfer_every=number % 3, **at)
             failure = state.work(Operation.UPDATE, runs, STEPS)
             assert failure is not None
-            assert (failure.kind, failure.errno, failure.path) == ("io", errno.EIO, str(state.paths[0]))
+            path = state.paths[state.file_of(failure.tasklet, state.place if which == "read" else 1 - state.place)]
+            assert (failure.kind, failure.errno, failure.path) == ("io", errno.EIO, str(path))
+            assert failure.path in failure.message
         inject(state.pipeline)
         assert_same(state.read(), arrays)
         assert state.work(Operation.UPDATE, runs, STEPS) is None
 
 
+def open_descriptors() -> set[int]:
+    """Return the open descriptors of this process, without that by which they are listed."""
+    return {int(number) for number in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{number}")}
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_descriptors_are_closed_on_exec(tmp_path: Path, engine: str) -> None:
     """A program started by the training process inherits neither state files nor rings. A closed pipeline has none."""
-
-    def inherited() -> list[str]:
-        """Return the inherited descriptors that are rings, events or files of this test. Other tests may leave some."""
-        listed = subprocess.run(
-            ["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False, timeout=PROCESS_LIMIT
-        )
-        targets = (line.rpartition(" -> ")[2] for line in listed.stdout.splitlines())
-        return sorted(target for target in targets if "anon_inode" in target or str(tmp_path) in target)
-
-    before, threads = inherited(), num_threads()
-    num_open = len(os.listdir("/proc/self/fd"))
+    before, threads = open_descriptors(), num_threads()
     with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": engine}):
-        assert inherited() == before
-        assert len(os.listdir("/proc/self/fd")) > num_open
-    assert len(os.listdir("/proc/self/fd")) == num_open
+        opened = open_descriptors() - before
+        assert opened and not any(os.get_inheritable(descriptor) for descriptor in opened)
+    assert open_descriptors() == before
     assert_threads_end(threads)
+
+
+# ---- transfers of plain content between memory and files: complete, or failed with path, offset and errno
+
+BLOCK = 4096
+# Three parts and one more block.
+NUM_BYTES = 3 * (4 << 20) + BLOCK
+
+
+def buffer(nbytes: int = NUM_BYTES, *, seed: int | None = None) -> tuple[HostBuffer, NDArray[np.uint8]]:
+    memory = HostBuffer(nbytes)
+    values = np.frombuffer(memory.memoryview(), np.uint8)
+    if seed is not None:
+        values[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    return memory, values
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> StateFile:
+    """A file two blocks longer than the tests' content."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(NUM_BYTES + 2 * BLOCK))
+    return StateFile(str(path), direct=takes_direct(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "faults", [{}, {"max_delay_us": 300, "short_transfer_every": 2, "seed": 5}], ids=["plain", "short and out of order"]
+)
+def test_what_is_written_is_read(file: StateFile, faults: dict[str, int]) -> None:
+    """Every byte is written to its place and read back, even with short and delayed transfers."""
+    queue = FileQueue(io_threads=3)
+    inject(queue, **faults)
+    source, written = buffer(seed=1)
+    assert queue.wait(queue.write(file, offset=BLOCK, address=source.address, nbytes=NUM_BYTES)) is None
+    target, read = buffer()
+    assert queue.wait(queue.read(file, offset=BLOCK, address=target.address, nbytes=NUM_BYTES)) is None
+    np.testing.assert_array_equal(read, written)
+    content = Path(file.path).read_bytes()
+    assert content == bytes(BLOCK) + written.tobytes() + bytes(BLOCK)
+    counters = queue.counters()
+    assert counters.read_bytes >= NUM_BYTES and counters.written_bytes >= NUM_BYTES
+    assert faults or (counters.read_bytes, counters.read_calls) == (NUM_BYTES, 4)
+
+
+@pytest.mark.parametrize(
+    ("start", "faults", "kind", "number"),
+    [
+        ("read", {"fail_read_at": 2}, "io", errno.EIO),
+        ("write", {"fail_write_at": 1, "errno": errno.ENOSPC}, "io", errno.ENOSPC),
+        pytest.param("read", {}, "short", 0, id="past the end"),
+    ],
+)
+def test_a_failing_transfer(file: StateFile, start: str, faults: dict[str, int], kind: str, number: int) -> None:
+    """If one part fails, the request fails with path, offset and errno, and the next request works."""
+    queue, (memory, _) = FileQueue(), buffer()
+    inject(queue, **faults)
+    begin: Callable[..., int] = getattr(queue, start)
+    end = NUM_BYTES + 2 * BLOCK
+    offset, nbytes = (0, NUM_BYTES) if faults else (end - BLOCK, 2 * BLOCK)
+    failure = queue.wait(begin(file, offset=offset, address=memory.address, nbytes=nbytes))
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.errno, failure.path) == (kind, number, file.path)
+    assert f"offset {failure.offset}" in failure.message and file.path in failure.message
+    assert "tasklet" not in failure.message
+    assert os.strerror(number) in failure.message if faults else failure.offset == end
+    assert queue.wait(begin(file, offset=0, address=memory.address, nbytes=BLOCK)) is None
+
+
+def test_what_cannot_be_transferred_is_refused(file: StateFile) -> None:
+    """Bad arguments, unknown tickets, and a closed queue or file are refused, and nothing is in flight."""
+    queue, (memory, _) = FileQueue(), buffer(2 * BLOCK)
+
+    def read(queue: FileQueue = queue, offset: int = 0, address: int = 0, nbytes: int = BLOCK) -> int:
+        return queue.read(file, offset=offset, address=memory.address + address, nbytes=nbytes)
+
+    ticket = read()
+    assert [queue.wait(ticket), queue.wait(ticket)] == [None, None]
+    in_blocks = [{"offset": 1}, {"address": 8}, {"nbytes": 100}] if file.direct else []
+    for call, problem in (
+        (lambda: read(nbytes=0), "no bytes"),
+        *((lambda part=part: read(**part), "whole blocks") for part in in_blocks),
+        (lambda: queue.wait(ticket + 1), "no ticket"),
+        (lambda: FileQueue(io_threads=0), "io_threads"),
+        (lambda: FileQueue(timeout_ms=0), "timeout_ms must be at least 1"),
+        (lambda: FileQueue(timeout_ms=-1), "timeout_ms must be at least 1"),
+        (lambda: [queue.close(), queue.close(), read()], "closed"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            call()
+    assert queue.counters().read_bytes == BLOCK
+    file.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        read(FileQueue())
+
+
+def test_closing_waits_for_what_is_in_flight(file: StateFile) -> None:
+    """close() finishes the requests in flight, even if their file was closed before."""
+    queue, (memory, written) = FileQueue(), buffer(seed=4)
+    inject(queue, max_delay_us=2000, seed=1)
+    queue.write(file, offset=0, address=memory.address, nbytes=NUM_BYTES)
+    file.close()
+    queue.close()
+    assert Path(file.path).read_bytes()[:NUM_BYTES] == written.tobytes()
+
+
+def test_a_forked_child_leaves_it_alone(file: StateFile) -> None:
+    """A forked child cannot use the queue but can close it. The parent's queue continues."""
+    queue, (memory, _) = FileQueue(), buffer(BLOCK)
+
+    def read() -> int:
+        return queue.read(file, offset=0, address=memory.address, nbytes=BLOCK)
+
+    assert_in_fork(lambda: is_refused(read) and queue.close() is None)
+    assert queue.wait(read()) is None
