@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import itertools
+import errno
 import struct
 from pathlib import Path
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity.native import Batch, DType, IoScheduler, Operation
+from tests.helpers.golden import Floats, adam, adam_step
 from tests.helpers.native_testing import inject
-from tests.helpers.update_rules import Floats, adam, adam_step
 from tests.native.stored import JOB, Run, StoredState, align, extent_bytes
 from tests.native.test_crc32c import bitwise
 
@@ -72,35 +72,34 @@ def work_two_steps(state: StoredState) -> tuple[Floats, ...]:
     return (parameter, *found)
 
 
-@pytest.mark.parametrize(("tasklet_numel", "num_buffers"), [(NUMEL, 1), (1024, 2), (5000, 5), (12_288, 1), (777, 2)])
-def test_tasklets_and_ring_do_not_change_results(tmp_path: Path, tasklet_numel: int, num_buffers: int) -> None:
-    """Any tasklet and ring size gives the same bits, with any segments and with elements outside of segments."""
-    options = {"num_buffers": num_buffers}
-    with StoredState(tmp_path, NUMEL, tasklet_numel, options=options) as state:
-        assert state.pipeline.ring_bytes == num_buffers * state.extent_bytes
-        work_two_steps(state)
-
-
 @pytest.mark.parametrize("seed", range(12))
-def test_interleavings_do_not_change_results(tmp_path: Path, seed: int) -> None:
-    """Any number of threads and files gives the same bits, with reordered and short transfers that take turns.
+def test_settings_and_interleavings_do_not_change_results(tmp_path: Path, seed: int) -> None:
+    """Any tasklets, rings, threads and files give the same bits, with reordered, interrupted and short transfers.
 
-    In some runs the two places of a tasklet are in different files.
+    Segments are any, and some elements are outside of them. In some runs transfers take turns, and in some the two
+    places of a tasklet are in different files.
     """
     random = np.random.default_rng(seed)
+    num_buffers = int(random.integers(1, 6))
     options = {
-        "num_buffers": int(random.integers(2, 6)),
+        "num_buffers": num_buffers,
         "io_threads": int(random.integers(1, 5)),
         "compute_threads": int(random.integers(1, 4)),
-        "buffer_bytes": 1 << int(random.integers(16, 21)),  # larger than the extent
     }
-    num_files = int(random.integers(1, 4))
+    num_files, tasklet_numel = int(random.integers(1, 4)), (2048, 777, NUMEL, 12_288)[seed % 4]
     scheduler = IoScheduler(in_flight_bytes=4096) if seed % 2 else None
-    state = StoredState(
-        tmp_path, NUMEL, 2048, num_files=num_files, wanders=seed % 3 > 0, scheduler=scheduler, options=options
-    )
-    with state:
-        inject(state.pipeline, seed=seed, max_delay_us=2000, short_transfer_every=int(random.integers(1, 4)))
+    with StoredState(
+        tmp_path, NUMEL, tasklet_numel, num_files=num_files, wanders=seed % 3 > 0, scheduler=scheduler, options=options
+    ) as state:
+        assert state.pipeline.ring_bytes == num_buffers * state.extent_bytes
+        interrupted = {"errno": errno.EINTR, "fail_read_at": 3, "fail_write_at": 5}  # both are repeated
+        inject(
+            state.pipeline,
+            seed=seed,
+            max_delay_us=2000,
+            short_transfer_every=int(random.integers(1, 4)),
+            **interrupted,
+        )
         work_two_steps(state)
 
 
@@ -139,82 +138,36 @@ def test_write_modify_and_read(tmp_path: Path) -> None:
         assert (out == -7).all()
 
 
-@pytest.mark.parametrize("operation", [Operation.WRITE, Operation.MODIFY])
-def test_master_from_parameter(tmp_path: Path, operation: Operation) -> None:
-    """The master is taken from its array, or else widened from the parameter, which is never written."""
-    parameter = normals(5).astype(np.float16)
-    before = parameter.copy()
-    master = normals(6)
-    with StoredState(tmp_path, NUMEL, 5000) as state:
-        state.write(*initial())
-        runs = [
-            Run(0, 9_000, parameter=parameter, parameter_dtype=DType.FLOAT16),
-            Run(9_000, 100, parameter=parameter[9_000:], parameter_dtype=DType.FLOAT16, arrays=(master[9_000:],)),
-        ]
-        assert state.work(operation, runs) is None
-        found = state.read()[0]
-    np.testing.assert_array_equal(found[:9_000], parameter[:9_000].astype(np.float32))
-    np.testing.assert_array_equal(found[9_000:9_100], master[9_000:9_100])
-    np.testing.assert_array_equal(parameter, before)
-
-
-def test_master_in_parameter(tmp_path: Path) -> None:
-    """The parameter is updated in place and stored as the master. The stored master is not read."""
-    arrays = initial()
-    parameter = normals(20)  # not the stored values, to show that the parameter is used
-    gradient = normals(30)
-    cuts = [0, 1, 4000, 4001, 5000, 17_000, NUMEL]
-    runs = [
-        Run(first, last - first, number % 4 - 1, gradient[first:], parameter=parameter[first:])
-        for number, (first, last) in enumerate(itertools.pairwise(cuts))
-    ]
-    expected = expected_update((parameter.copy(), *arrays[1:]), gradient, runs)
-    with StoredState(tmp_path, NUMEL, 5000) as state:
-        state.write(*arrays)
-        before = state.pipeline.counters()
-        assert state.work(Operation.UPDATE, runs, STEPS, master_in_parameter=True) is None
-        after = state.pipeline.counters()
-        assert_same((parameter,), (expected[0],))
-        assert_same(state.read(), expected)
-        extents = [extent_bytes(min(5000, NUMEL - offset)) for offset in range(0, NUMEL, 5000)]
-        masters = [align(4 * min(5000, NUMEL - offset)) for offset in range(0, NUMEL, 5000)]
-    assert after.read_bytes - before.read_bytes == sum(extents) - sum(masters)
-    assert after.written_bytes - before.written_bytes == sum(extents)
-
-
 def test_extent_on_storage(tmp_path: Path) -> None:
-    """An extent has the documented layout: zero-padded regions and a little-endian trailer."""
-    numel = 1500
-    arrays = initial(numel)
-    region = align(4 * numel)
-    with StoredState(tmp_path, numel) as state:
+    """An extent has the documented layout: zero-padded regions and a little-endian trailer.
+
+    With the master in the parameter, the parameter is updated in place and stored as the master.
+
+    Padding is zero although the buffer held a larger tasklet and the first region was not read.
+    """
+    numel = 5000 + 1500
+    arrays, gradient = initial(numel), normals(8, numel)
+    parameter = normals(20, numel)  # not the stored values, to show that the parameter is used
+    expected = expected_update((parameter, *arrays[1:]), gradient, [Run(0, numel, 0)])
+    region = align(4 * 1500)
+    with StoredState(tmp_path, numel, 5000, options={"num_buffers": 1}) as state:
         state.write(*arrays)
-        extent = state.paths[0].read_bytes()[state.extent_offset(0, 1) :][: state.extent_bytes]
-    for number, array in enumerate(arrays):
-        data = array.tobytes()
+        run = Run(0, numel, 0, gradient, parameter=parameter)
+        assert state.work(Operation.UPDATE, [run], STEPS, master_in_parameter=True) is None
+        assert_same((parameter,), expected[:1])
+        assert_same(state.read(), expected)
+        extent = state.paths[0].read_bytes()[state.extent_offset(1, state.place) :][: state.extent_bytes_of(1)]
+    for number, array in enumerate(expected):
+        data = array[5000:].tobytes()
         assert extent[number * region : (number + 1) * region] == data + bytes(region - len(data))
     trailer = extent[-128:]
     assert extent[3 * region : -128] == bytes(4096 - 128)
     assert trailer[:8] == b"LSIEXT01"
-    assert struct.unpack_from("<II16sIIQQQQ", trailer, 8) == (1, 0, JOB, 3, 3, 0, 1, numel, len(extent))
+    assert struct.unpack_from("<II16sIIQQQQ", trailer, 8) == (1, 0, JOB, 3, 3, 1, 2, 1500, len(extent))
     checksums = struct.unpack_from("<8I", trailer, 72)
-    assert checksums == (*(bitwise(array.tobytes()) for array in arrays), 0, 0, 0, 0, 0)
+    assert checksums == (*(bitwise(array[5000:].tobytes()) for array in expected), 0, 0, 0, 0, 0)
     assert trailer[104:124] == bytes(20)
     assert struct.unpack_from("<I", trailer, 124) == (bitwise(trailer[:124]),)
-
-
-def test_no_memory_leaks_into_padding(tmp_path: Path) -> None:
-    """Padding is zero even if the buffer held another tasklet or the region was not read."""
-    parameter, gradient = normals(7), normals(8)
-    with StoredState(tmp_path, NUMEL, 5000, options={"num_buffers": 1}) as state:
-        state.write(*initial())
-        run = Run(0, NUMEL, 0, gradient, parameter=parameter)
-        assert state.work(Operation.UPDATE, [run], STEPS, master_in_parameter=True) is None
-        content = state.paths[0].read_bytes()
-    region = align(4 * 11)  # the last tasklet, whose buffer was full of an earlier tasklet
-    last = content[state.extent_offset(6, 0) :][: extent_bytes(11)]
-    for number in range(3):
-        assert last[number * region + 44 : (number + 1) * region] == bytes(region - 44)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -249,40 +202,72 @@ def test_a_batch_in_any_order_that_grows(tmp_path: Path, seed: int) -> None:
         assert_same(state.read(), expected)
 
 
-def test_only_listed_tasklets_can_be_preferred(tmp_path: Path) -> None:
-    """A number beyond the batch is refused. Without a batch prefer() does nothing."""
-    with StoredState(tmp_path, NUMEL, 2048) as state:
-        state.pipeline.prefer([99])
-        inject(state.pipeline, seed=1, max_delay_us=20_000)
-        state.pipeline.submit(Batch(Operation.WRITE, state.tasklets([])))
-        with pytest.raises(ValueError, match=f"tasklet 99 of {state.num_tasklets}"):
-            state.pipeline.prefer([0, 99])
-        assert state.pipeline.finish() is None
-
-
 def test_counters(tmp_path: Path) -> None:
-    """Counters give the exact bytes and calls, also after close()."""
-    with StoredState(tmp_path, NUMEL, 5000) as state:
+    """Counters give the exact bytes and calls, of each file and of all, also after close()."""
+    with StoredState(tmp_path, NUMEL, 5000, num_files=2, wanders=True) as state:
         zero = state.pipeline.counters()
         assert (zero.read_bytes, zero.written_bytes, zero.read_calls, zero.write_calls) == (0, 0, 0, 0)
         state.write(*initial())
         state.read()
         counters = state.pipeline.counters()
-        total = 6 * extent_bytes(5000) + extent_bytes(11)
-        assert (counters.written_bytes, counters.read_bytes) == (total, total)
+        # The even ones of tasklets 0 .. 6, of which the last is small, were written to file 1 and read there.
+        of_files = [3 * extent_bytes(5000), 3 * extent_bytes(5000) + extent_bytes(11)]
+        assert [(file.read_bytes, file.written_bytes) for file in counters.files] == [(each, each) for each in of_files]
+        assert counters.written_bytes == counters.read_bytes == sum(of_files)
         assert (counters.read_calls, counters.write_calls) == (7, 7)
+        assert all(file.busy_seconds > 0 for file in counters.files)
         seconds = ("read_seconds", "write_seconds", "compute_seconds", "wait_seconds")
         assert all(getattr(counters, name) > 0 for name in seconds)
         state.pipeline.close()
-        assert state.pipeline.counters().read_bytes == total
+        assert state.pipeline.counters().read_bytes == sum(of_files)
 
 
-def test_empty_batch(tmp_path: Path) -> None:
-    """A batch without tasklets is finished at once. Without a batch wait() and finish() return at once."""
-    with StoredState(tmp_path, 10) as state:
-        assert state.pipeline.wait() is None
+# ---- resident tasklets
+
+RESIDENT_NUMEL = 3_000
+SIZE = 16_384  # bytes of an extent of 1000 elements: three regions of a block each, and the trailer's block
+
+
+def with_resident(folder: Path, *, through: bool) -> StoredState:
+    options = {"resident_bytes": 2 * [SIZE], "resident_through": through}
+    return StoredState(folder, RESIDENT_NUMEL, tasklet_numel=1_000, options=options)
+
+
+def test_what_has_no_place(tmp_path: Path) -> None:
+    """A tasklet that is listed twice, one of another size than its memory, and sizes that no extent has are refused.
+
+    The active batch continues. The memory of resident tasklets is counted apart from the ring.
+    """
+    with with_resident(tmp_path, through=True) as state:
+        assert (state.pipeline.cache_bytes, state.pipeline.ring_bytes) == (2 * SIZE, 2 * SIZE)
+        state.write(*initial(RESIDENT_NUMEL))
+        found = tuple(np.zeros(RESIDENT_NUMEL, np.float32) for _ in range(3))
+        first, second, third = state.tasklets([Run(0, RESIDENT_NUMEL, arrays=found)])
+        state.pipeline.submit(Batch(Operation.READ, [first, third]))
+        with pytest.raises(ValueError, match="resident tasklet 0 is listed twice"):
+            state.pipeline.extend(Batch(Operation.READ, [second, first]))
+        state.pipeline.extend(Batch(Operation.READ, [second]))
         assert state.pipeline.finish() is None
-        state.num_files = 1
-        state.tasklet_numel = 10
-        state.numel = 0
-        assert state.work(Operation.UPDATE, []) is None
+        assert_same(found, initial(RESIDENT_NUMEL))
+        state.num_arrays = 2
+        with pytest.raises(ValueError, match="resident tasklet 1 has another size than its place"):
+            state.pipeline.submit(Batch(Operation.WRITE, [state.tasklet(1, [])]))
+        for size in (0, 4_095):
+            state.options = {"resident_bytes": [size]}
+            with pytest.raises(ValueError, match=f"resident extent of {size} bytes"):
+                state.open_pipeline()
+
+
+def test_state_in_memory_only_that_is_not_there(tmp_path: Path) -> None:
+    """State that should be in memory only but is missing, or of another generation, is a failure of its generation."""
+    with with_resident(tmp_path, through=False) as state:
+        failure = state.work(Operation.READ, [])
+        assert failure is not None and (failure.kind, failure.errno) == ("generation", 0)
+        state.write(*initial(RESIDENT_NUMEL))
+        state.generation = 2
+        failure = state.work(Operation.READ, [])
+        assert failure is not None and failure.kind == "generation"
+        state.generation = 1
+        counters = state.pipeline.counters()
+        assert (counters.write_calls, counters.written_bytes, counters.cached_write_bytes) == (1, SIZE, 2 * SIZE)
+        assert_same(state.read(), initial(RESIDENT_NUMEL))
