@@ -5,12 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-import torch
-
-from lightning_smartinfinity.native import BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES, DType, StateFormat, UpdateStep
-from lightning_smartinfinity.native.formats import STATE_FORMATS, formats_of
-from lightning_smartinfinity.pipeline.rules import rule_for
+from lightning_smartinfinity.native import BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES, DType
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Number; bytes per element of Adam in each region; bytes per block; type of the parameter in the first region.
@@ -30,52 +26,12 @@ def rows_of(page: str, *, columns: int) -> dict[str, list[str]]:
     return cells
 
 
-def bytes_per_element(form: StateFormat) -> float:
-    """Return the bytes per element of Adam in an extent so large that padding does not count, without borders."""
-    numel = 1 << 30
-    return form.extent_bytes(numel, 3) / numel
-
-
 def test_numbers_names_and_regions_are_those_on_storage() -> None:
     """Formats keep their numbers, names and region sizes, so that existing stores can be read."""
     found = {name: (form.number, form.item_bytes(3), form.parameter_dtype) for name, form in STATE_FORMATS.items()}
     assert found == {name: (number, items, dtype) for name, (number, items, _, dtype) in ON_STORAGE.items()}
     assert list(STATE_FORMATS) == list(ON_STORAGE)
     assert (BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES) == (4096, 256, 128)
-
-
-@pytest.mark.parametrize("name", ON_STORAGE)
-@pytest.mark.parametrize(("numel", "borders"), [(1, 0), (1024, 0), (1025, 3), (100_000, 40_000)])
-def test_extents_are_padded_regions_and_a_page(name: str, numel: int, borders: int) -> None:
-    """Every region begins at a multiple of 4096 bytes, and the trailer has a page of its own at the end."""
-    _, items, block_bytes, _ = ON_STORAGE[name]
-    used = [item * numel for item in items] + [block_bytes * (-(-numel // 256) + borders)]
-    assert STATE_FORMATS[name].extent_bytes(numel, 3, borders) == sum(-(-n // 4096) * 4096 for n in used) + 4096
-
-
-def test_only_fp32_holds_any_arrays() -> None:
-    """fp32 works with every rule, in place and on cards. The other formats hold Adam's arrays only."""
-    adam = ("master", "exp_avg", "exp_avg_sq")
-    for name, form in STATE_FORMATS.items():
-        is_fp32 = name == "fp32"
-        assert (form.arrays, form.step) == (() if is_fp32 else adam, None if is_fp32 else "AdamStep")
-        assert form.in_place == form.on_cards == is_fp32
-        assert form.has_blocks == name.startswith("int8")
-        assert form.required_parameters == ("bf16" if name == "int8_remainder" else None)
-    assert STATE_FORMATS["fp32"].item_bytes(2) == (4, 4)
-
-
-def test_rules_take_the_formats_that_serve_their_step() -> None:
-    """Adam has all formats, with the arrays that they name. Other rules have fp32."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    adam = rule_for(torch.optim.AdamW([parameter]))
-    assert adam.state_formats == tuple(ON_STORAGE)
-    assert {STATE_FORMATS[name].arrays for name in adam.state_formats} == {(), adam.arrays}
-    assert rule_for(torch.optim.SGD([parameter])).state_formats == ("fp32",)
-    steps: tuple[type[UpdateStep], ...] = UpdateStep.__args__
-    # The table names a class of the core.
-    assert {form.step for form in STATE_FORMATS.values()} - {None} <= {step.__name__ for step in steps}
-    assert all("fp32" in formats_of(step) for step in steps)
 
 
 def test_storage_page_tabulates_the_regions() -> None:
@@ -98,14 +54,12 @@ def test_users_page_tells_what_a_step_moves() -> None:
     """The users' page gives the bytes on storage and the bytes that a step reads and writes."""
     rows = rows_of("state_formats.md", columns=5)
     assert list(rows) == list(STATE_FORMATS)
+    numel = 1 << 30  # so many that padding does not count
     for name, (*_, place, sixteen_bit, full) in rows.items():
         form = STATE_FORMATS[name]
-        items = form.item_bytes(3)
-        assert float(place.removesuffix(" B")) == round(bytes_per_element(form), 2), name
-        written = sum(items)
-        held = {form.parameter_dtype: items[0]}
-        read = written - held.get(DType.BFLOAT16, 0)
-        assert sixteen_bit.removesuffix(" (bf16 only)") == f"{read} B / {written} B", name
-        assert sixteen_bit.endswith("(bf16 only)") == (form.required_parameters == "bf16"), name
-        read = written - held.get(DType.FLOAT32, 0)
-        assert full == ("–" if form.required_parameters else f"{read} B / {written} B"), name  # noqa: RUF001
+        first, written = form.item_bytes(3)[0], sum(form.item_bytes(3))
+        assert float(place.removesuffix(" B")) == round(form.extent_bytes(numel, 3) / numel, 2), name
+        bf16_only = form.parameter_dtype is DType.BFLOAT16
+        read = written - first if bf16_only else written
+        assert sixteen_bit == f"{read} B / {written} B" + " (bf16 only)" * bf16_only, name
+        assert full == ("–" if bf16_only else f"{written - first} B / {written} B"), name  # noqa: RUF001

@@ -10,9 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from lightning_smartinfinity.native import DType, Identity, Operation
-from tests.helpers.golden import assert_same_bits, random_arrays
+from tests.helpers.golden import Floats, adam, adam_step, assert_same_bits, random_arrays
 from tests.helpers.native_testing import InstructionSet
-from tests.helpers.update_rules import Floats, adam, adam_step
 from tests.native import codecs
 from tests.native.codecs import EXP_AVG, EXP_AVG_SQ, Minifloat
 from tests.native.stored import JOB, Run, StoredState, align
@@ -27,16 +26,6 @@ BORDERS = [1, 256, 300, 301, 302, 511, 512, 1000, 1024, 1300, 1301, 5000]
 
 def stored(folder: Path, numel: int, state_format: int, **options: Any) -> StoredState:
     return StoredState(folder, numel, identity=Identity(job=JOB, rank=3, state_format=state_format), **options)
-
-
-def moments(state: StoredState, borders: list[int]) -> tuple[Floats, Floats]:
-    """Return exp_avg and exp_avg_sq of a single tasklet, decoded from storage."""
-    *_, first, second, exponents = state.regions()
-    blocks = codecs.blocks_of(state.numel, borders)
-    return tuple(  # type: ignore[return-value]
-        np.concatenate([code.decode(codes[a:b], int(exponents[2 * i + k])) for i, (a, b) in enumerate(blocks)])
-        for k, (code, codes) in enumerate([(EXP_AVG, first), (EXP_AVG_SQ, second)])
-    )
 
 
 def regions_of(state_format: int, arrays: list[Floats], borders: list[int], random: Bits | None) -> list[Bits]:
@@ -60,7 +49,7 @@ def regions_of(state_format: int, arrays: list[Floats], borders: list[int], rand
 
 
 def wide_state(numel: int, seed: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return gradient, master and moments over many orders of magnitude, with zeros and subnormals."""
+    """Return gradient, master and moments over all orders of magnitude, with zeros and subnormals."""
     random = np.random.default_rng(seed)
     g, p, m, v = random_arrays(adam_step(), numel, seed, special=False)
     m = m * np.exp2(random.integers(-30, 3, numel)).astype(np.float32)
@@ -69,12 +58,13 @@ def wide_state(numel: int, seed: int) -> tuple[Floats, Floats, Floats, Floats]:
         array[random.integers(0, 9, numel) == 0] = 0
         array[random.integers(0, 99, numel) == 0] = 1e-40
     m[random.integers(0, 99, numel) == 0] = -0.0
+    m[0] = v[0] = 3.38e38  # which no exponent reaches: it becomes the largest code, alone in its block
     return g, p, m.astype(np.float32), v.astype(np.float32)
 
 
 @pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
 def test_written_state(instruction_set: InstructionSet, tmp_path: Path, state_format: int) -> None:
-    """Writing rounds fp32 arrays like the reference, and reading returns the stored values."""
+    """Writing rounds fp32 arrays like the reference, and a flipped bit in any region is refused."""
     numel = 12_288 + 700
     _, p, m, v = wide_state(numel, seed=1)
     with stored(tmp_path, numel, state_format, borders=BORDERS) as state:
@@ -83,10 +73,6 @@ def test_written_state(instruction_set: InstructionSet, tmp_path: Path, state_fo
             state.regions(), regions_of(state_format, [p, m, v], BORDERS, random=None), strict=True
         ):
             np.testing.assert_array_equal(found, expected)
-        read = state.read()
-        if state_format != BF16:
-            for found, expected in zip(read[1:], moments(state, BORDERS), strict=True):
-                assert_same_bits(found, expected)
         content, begin = state.paths[0].read_bytes(), state.extent_offset(0, state.place)
         for region, used in enumerate(state.region_bytes_of(0)):
             end = begin + used  # and a flipped bit at the end of any region is refused
@@ -95,13 +81,6 @@ def test_written_state(instruction_set: InstructionSet, tmp_path: Path, state_fo
             assert failure is not None and failure.kind == "checksum"
             assert f"region {region} does not match" in failure.message
             begin += align(used)
-        state.paths[0].write_bytes(content)
-        before = state.regions()
-        state.write(*read)
-        again = state.read()
-        for found, expected in zip(again, read, strict=True):
-            np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
-        assert state_format != BF16 or all((a == b).all() for a, b in zip(before, state.regions(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -170,16 +149,6 @@ def test_what_is_not_finite(instruction_set: InstructionSet, tmp_path: Path, sta
         assert np.isfinite(np.delete(np.stack(second), [7, 8, 9, 10, 11, 20], axis=1)).all()
 
 
-def test_largest_values(tmp_path: Path) -> None:
-    """A value that no exponent reaches becomes the largest code, which is finite."""
-    values = np.array([3.4e38, -3.4e38, 1e38], np.float32)
-    with stored(tmp_path, 3, INT8) as state:
-        state.write(None, values, np.abs(values))
-        largest = np.float32(1.75 * 2.0**127)
-        assert state.read()[1].tolist()[:2] == [largest, -largest]
-        assert state.read()[2].tolist()[:2] == [largest, largest]
-
-
 def test_remainders(tmp_path: Path) -> None:
     """Masters survive exactly, except those half-way above an even bf16, which change by one unit of fp32."""
     random = np.random.default_rng(6)
@@ -199,43 +168,6 @@ def test_remainders(tmp_path: Path) -> None:
         assert state.work(Operation.READ, [run]) is None
     np.testing.assert_array_equal(parameter[number], codecs.bf16_nearest(masters)[number])
     assert np.isnan((parameter[~number].astype(np.uint32) << 16).view(np.float32)).all()
-
-
-@pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
-def test_modified_state(tmp_path: Path, state_format: int) -> None:
-    """Replacing elements of a block leaves the others alone, unless they are too small beside the new ones."""
-    numel = 1000
-    _, p, m, v = random_arrays(adam_step(), numel, seed=8, special=False)
-    new = np.full(10, 1.5, np.float32)
-    with stored(tmp_path, numel, state_format, borders=[300]) as state:
-        state.write(p, m, v)
-        before = state.read()
-        assert state.work(Operation.MODIFY, [Run(400, 10, arrays=(None, new, None))]) is None
-        after = state.read()
-        before[1][400:410] = 1.5
-        for found, expected in zip(after, before, strict=True):
-            np.testing.assert_array_equal(found, expected)
-        new[:] = 2.0**30
-        assert state.work(Operation.MODIFY, [Run(400, 10, arrays=(None, None, new))]) is None
-        last = state.read()
-        before[2][400:410] = new
-        same = np.r_[0:300, 400:410, 512:1000] if state_format != BF16 else np.r_[0:1000]
-        np.testing.assert_array_equal(last[2][same], before[2][same])
-        assert (last[2] > 0).all()
-
-
-def test_parts_of_blocks_are_read(tmp_path: Path) -> None:
-    """Any run of elements can be read, wherever blocks begin."""
-    numel = 1000
-    arrays = wide_state(numel, seed=9)[1:]
-    with stored(tmp_path, numel, REMAINDER, borders=BORDERS) as state:
-        state.write(*arrays)
-        whole = state.read()
-        for begin, end in [(0, 1), (255, 257), (299, 303), (301, 302), (700, 1000), (5, 600)]:
-            out = [np.zeros(end - begin, np.float32) for _ in range(3)]
-            assert state.work(Operation.READ, [Run(begin, end - begin, arrays=out)]) is None
-            for found, expected in zip(out, whole, strict=True):
-                np.testing.assert_array_equal(found.view(np.uint32), expected[begin:end].view(np.uint32))
 
 
 @pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
