@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from lightning_smartinfinity.native import BlockScaled, DType, GradientCodec, Tasklet, TopK, feed_back
+from lightning_smartinfinity.native import BlockScaled, DType, GradientCodec, TopK, feed_back
 from tests.helpers.compressed import fed_back
 from tests.helpers.golden import DTYPES, assert_same_bits, encode
 from tests.helpers.native_testing import InstructionSet
@@ -71,33 +66,17 @@ def test_sums_beyond_fp32(name: str, instruction_set: InstructionSet) -> None:
         assert compressing.residual is not None and np.isfinite(compressing.residual).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5, pytest.param(40, id="more than there is memory for")])
+@pytest.mark.parametrize("threads", [1, 2, 5])
 def test_any_number_of_threads(threads: int) -> None:
-    """Each tasklet is fed once. If not all threads can be started, those that run do all the work.
-
-    If they did half of it, the next call would feed that half twice.
-    """
-    compressings = [compressing_of(seed=seed) for seed in range(max(7, threads))]
+    """Each tasklet is fed once."""
+    compressings = [compressing_of(seed=seed) for seed in range(7)]
     pairs = [(one, one.encode(CODECS["top_k"])) for one in compressings]
     expected = [fed_back(one.source, decoded(payload, NUMEL)) for one, payload in pairs]
     tasklets = [one.tasklet(len(payload)) for one, payload in pairs]
-    with _room_for(64 << 20):  # far less than the stacks of forty threads take
-        feed_back(tasklets, residual_scale=8.0, threads=threads)
+    feed_back(tasklets, residual_scale=8.0, threads=threads)
     for compressing, residual in zip(compressings, expected, strict=True):
         assert compressing.residual is not None
         assert_same_bits(compressing.residual, residual)
-
-
-@contextmanager
-def _room_for(nbytes: int) -> Iterator[None]:
-    """Limit the process's address space to this many bytes more than it uses."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize("name", ["top_k", "8_bits"])
@@ -114,42 +93,35 @@ def test_twice(name: str) -> None:
     assert not np.array_equal(compressing.residual, expected)
 
 
-def test_without_a_residual() -> None:
-    """Without a residual the payload is not read."""
-    compressing = compressing_of()
-    compressing.encode(CODECS["top_k"])
-    compressing.residual, compressing.memory[:] = None, 0
-    feed_back([compressing.tasklet(1_000)])
-
-
+@pytest.mark.parametrize("damage", [0, 24, 64, "cut"])
 @pytest.mark.parametrize("name", ["top_k", "8_bits"])
-def test_a_damaged_payload(name: str) -> None:
+def test_a_damaged_payload(name: str, damage: int | str) -> None:
     """A damaged payload changes no residual, not even of earlier tasklets."""
     compressings = [compressing_of(seed=seed) for seed in range(2)]
-    payloads = [compressing.encode(CODECS[name]) for compressing in compressings]
+    lengths = [len(compressing.encode(CODECS[name])) for compressing in compressings]
     before = [one.residual.copy() for one in compressings if one.residual is not None]
-    tasklets = [one.tasklet(len(payload)) for one, payload in zip(compressings, payloads, strict=True)]
-    for damage in (0, 24, 64, -1):
-        intact = compressings[1].memory.copy()
-        if damage == -1:
-            tasklets[1] = compressings[1].tasklet(len(payloads[1]) - 1)
-        else:
-            compressings[1].memory[damage] = 0xFF
-        with pytest.raises(ValueError, match=r"feed_back: the compressed gradient of tasklet 7 is refused: "):
-            feed_back(tasklets, residual_scale=8.0, threads=2)
-        compressings[1].memory[:] = intact
+    if isinstance(damage, int):
+        compressings[1].memory[damage] = 0xFF
+    else:
+        lengths[1] -= 1
+    tasklets = [one.tasklet(length) for one, length in zip(compressings, lengths, strict=True)]
+    with pytest.raises(ValueError, match=r"feed_back: the compressed gradient of tasklet 7 is refused: "):
+        feed_back(tasklets, residual_scale=8.0, threads=2)
     for compressing, residual in zip(compressings, before, strict=True):
         assert compressing.residual is not None
         assert_same_bits(compressing.residual, residual)
 
 
 def test_bad_arguments() -> None:
+    """They are refused by name."""
     compressing = compressing_of()
-    tasklet: Tasklet = compressing.tasklet(len(compressing.encode(CODECS["top_k"])))
-    with pytest.raises(ValueError, match="threads must be at least 1"):
-        feed_back([tasklet], threads=0)
-    with pytest.raises(ValueError, match=r"tasklet 7: residual_scale 0\.0+ is not"):
-        feed_back([tasklet], residual_scale=0)
+    tasklet = compressing.tasklet(len(compressing.encode(CODECS["top_k"])))
     compressing.parts = [(0, NUMEL + 1, 0)]
-    with pytest.raises(ValueError, match="tasklet 7: a segment of 70001 elements"):
-        feed_back([compressing.tasklet(1_000)])
+    too_long = compressing.tasklet(1_000)
+    for one, options, problem in (
+        (tasklet, {"threads": 0}, "threads must be at least 1"),
+        (tasklet, {"residual_scale": 0}, r"tasklet 7: residual_scale 0\.0+ is not"),
+        (too_long, {}, "tasklet 7: a segment of 70001 elements"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            feed_back([one], **options)

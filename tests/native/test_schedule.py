@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,22 +136,6 @@ def test_preferred_tasklets_are_begun_next(num_tasklets: int, num_buffers: int, 
     assert sorted(simulation.begun("compute")) == list(range(num_tasklets + resident))
 
 
-@given(num_resident=st.integers(1, 12), num_tasklets=st.integers(1, 12), num_buffers=buffers)
-def test_resident_tasklets_never_wait_for_the_ring(num_resident: int, num_tasklets: int, num_buffers: int) -> None:
-    """Resident tasklets are computed while every buffer of the ring is still being read into."""
-    schedule = TransferSchedule(num_tasklets, num_buffers, reads=True, writes=True)
-    extend_resident(schedule, num_resident, reads=False, writes=False)
-    reading = 0
-    while actions := schedule.next():
-        reading += sum(action == "read" for action, _, _ in actions)
-        for action, tasklet, _ in actions:
-            if action == "compute":
-                schedule.done(action, tasklet)
-    assert reading == min(num_tasklets, num_buffers)
-    assert all(schedule.parameters_out(num_tasklets + index) for index in range(num_resident))
-    assert not schedule.finished
-
-
 @given(num_tasklets=st.integers(1, 12), num_buffers=buffers, data=st.data())
 def test_a_failure_lets_the_others_finish(num_tasklets: int, num_buffers: int, data: st.DataObject) -> None:
     """After a failure only deliveries of computed tasklets start, and the batch ends when nothing is in flight.
@@ -192,25 +173,3 @@ def test_the_ring_is_used(num_tasklets: int, data: st.DataObject) -> None:
         assert len(simulation.in_flight) == 3
         simulation.end(data)
         simulation.start()
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "problem"),
-    [
-        *(
-            (lambda schedule, ended=ended: schedule.done(*ended), ValueError, f"tasklet {ended[1]}")
-            for ended in (("compute", 0), ("write", 0), ("read", 1), ("read", 7))
-        ),
-        (lambda schedule: schedule.done("erase", 0), ValueError, "unknown action erase"),
-        (lambda schedule: schedule.parameters_out(2), IndexError, ""),
-        (lambda _: TransferSchedule(1, 0, reads=True, writes=True), ValueError, "num_buffers"),
-    ],
-)
-def test_what_cannot_be(call: Callable[[TransferSchedule], object], error: type[Exception], problem: str) -> None:
-    """An action that is not in flight cannot end. Unknown ones, other tasklets and empty rings are refused."""
-    schedule = TransferSchedule(2, 1, reads=True, writes=True)
-    assert schedule.next() == [("read", 0, 0)]
-    with pytest.raises(error) as caught:
-        call(schedule)
-    assert problem in str(caught.value)
-    assert TransferSchedule(0, 2, reads=True, writes=True).finished
