@@ -9,7 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity.integrations import session
 from lightning_smartinfinity.native import (
     Batch,
     HostBuffer,
@@ -20,8 +23,9 @@ from lightning_smartinfinity.native import (
     TensorStore,
     ask_to_end,
 )
+from lightning_smartinfinity.storage.io import scheduling
+from tests.helpers.golden import adam_step
 from tests.helpers.native_testing import Hold, inject
-from tests.helpers.update_rules import adam_step
 from tests.helpers.waiting import LIMIT, await_that, lenient
 from tests.native.stored import Run, StoredState, extent_bytes
 from tests.native.test_interrupt import interrupted
@@ -174,3 +178,18 @@ def test_a_device_that_answers_nobody_is_given_up_by_all(tmp_path: Path) -> None
         for hold in holds:
             hold.release()
         await_that(lambda: not any(state.pipeline.busy for state in states))
+
+
+@pytest.mark.parametrize("num_processes", [1, 4])
+def test_the_ranks_of_a_machine_share_a_device(
+    tmp_path: Path, num_processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has an equal part of what one process alone may have in flight."""
+    monkeypatch.setattr(scheduling, "_schedulers", {})
+    monkeypatch.setattr(scheduling, "_num_processes", 1)
+    monkeypatch.setattr(session, "prepare_environment", lambda device_type, *, local_world_size: None)
+    strategy = SmartInfinityStrategy(tmp_path / "storage")
+    strategy._prepare_environment(torch.device("cpu"), local_world_size=num_processes)
+    with (tmp_path / "file").open("w") as file:
+        part = scheduling.scheduler_of(file.fileno()).in_flight_bytes
+    assert part * num_processes == IoScheduler().in_flight_bytes
