@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.helpers.update_rules import Floats, flush
+from tests.helpers.golden import Floats, flush
 
 __all__ = [
     "CELL",

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from tests.helpers.groups import Adapters, Decayed
-from tests.helpers.hard_models import Case
-from tests.helpers.hard_structures import (
+from tests.helpers.hard_modules import (
     Adapted,
+    Adapters,
     Balanced,
+    Case,
     Checkpointed,
     Containers,
+    Decayed,
     Large,
     Layers,
     Meta,

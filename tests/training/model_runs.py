@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
-from tests.helpers.hard_models import Case, HardModule, Trained, train_plainly
+from tests.helpers.hard_modules import Case, HardModule, Trained, train_plainly
 from tests.helpers.trainers import quiet_trainer
 
 # Gather and release every parameter around its modules. DeepSpeed would keep parameters this small in memory.

@@ -13,12 +13,10 @@ import torch
 
 from lightning_smartinfinity.native import DType, Operation
 from tests.helpers.card_runs import OPTIMIZERS
-from tests.helpers.compressed import Codes
-from tests.helpers.golden import encode
+from tests.helpers.compressed import Codes, build
+from tests.helpers.golden import encode, flush
 from tests.helpers.long_cases import long_but
-from tests.helpers.payload import build
 from tests.helpers.runif import RunIf
-from tests.helpers.update_rules import flush
 from tests.hls.simulation import Library, built
 from tests.hls.tasklet import Form
 from tests.native.stored import Array, Run
