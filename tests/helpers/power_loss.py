@@ -7,6 +7,7 @@ reorders or tears the rest.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import subprocess
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 from lightning_smartinfinity import native
@@ -28,28 +29,14 @@ _IMAGE_BYTES = 192 << 20
 _MOUNT_OPTIONS = "loop,commit=3000,noauto_da_alloc"
 
 
-class Disk(Protocol):
-    """A folder whose content after a power loss can be looked at."""
-
-    folder: Path
-
-    def after_power_loss(self) -> Any:
-        """Return a context that yields a folder with what a power loss at this moment would leave."""
-
-    def close(self) -> None:
-        """End it; idempotent."""
-
-
 class LoopDisk:
     """An ext4 file system in an image file, which needs the right to mount.
 
     Args:
         where: Folder for the image and the mount points.
-        seed: Not used: the kernel decides what was written.
     """
 
-    def __init__(self, where: Path, *, seed: int = 0) -> None:
-        del seed
+    def __init__(self, where: Path) -> None:
         memory = Path("/dev/shm")
         self._images = ExitStack()
         root = memory if memory.is_dir() and os.access(memory, os.W_OK) else where
@@ -184,7 +171,10 @@ class RecordedDisk:
         return b"".join(blocks)
 
 
-DISKS: dict[str, Callable[..., Any]] = {"ext4 on a loop device": LoopDisk, "recorded flushes": RecordedDisk}
+Disk = LoopDisk | RecordedDisk
+"""A folder whose content after a power loss can be looked at."""
+
+DISKS: dict[str, type[Disk]] = {"ext4 on a loop device": LoopDisk, "recorded flushes": RecordedDisk}
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -214,6 +204,7 @@ def observed(look: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+@functools.cache
 def loop_devices_work() -> bool:
     """Tell whether this process may mount an image file."""
     with tempfile.TemporaryDirectory() as folder:

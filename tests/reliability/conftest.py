@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,20 +17,13 @@ from tests.xrt.fixtures import emulated_cards, emulated_cards_of_process
 __all__ = ["disk", "emulated_cards", "emulated_cards_of_process", "model_folder"]
 
 
-@pytest.fixture(scope="session")
-def _may_mount() -> bool:
-    return loop_devices_work()
-
-
 @pytest.fixture(params=DISKS)
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
     """Return a disk with a folder, of which nothing is left after a power loss but what was flushed."""
-    kind: Callable[..., Any] = DISKS[request.param]
-    if kind is LoopDisk and not request.getfixturevalue("_may_mount"):
+    kind = DISKS[request.param]
+    if kind is LoopDisk and not loop_devices_work():
         pytest.skip(NO_LOOP_DEVICE)
-    with ExitStack() as opened:
-        disk = kind(tmp_path)
-        opened.callback(disk.close)
+    with closing(kind(tmp_path)) as disk:
         yield disk
 
 

@@ -1,9 +1,8 @@
 """Trains until a disk stops answering: ``python -m tests.reliability.hung_disk_worker FOLDER CAUSE OVERLAP FILE``.
 
-CAUSE is ``timeout``, or the name of a signal that the process then sends to itself. FILE is ``state``, ``parameters``,
-``commit`` (the commit record, which is not written then) or ``all`` (two disks, one with the state and one with the
-parameters, on which no file can be closed either). The file ``ended.json`` says what came out of the fit and of closing
-everything, and after how many seconds.
+CAUSE is ``timeout``, or the name of a signal that the process then sends to itself. FILE is ``state``, ``parameters``
+or ``all`` (two disks, one with the state and one with the parameters, on which no file can be closed either). The file
+``ended.json`` says what came out of the fit and of closing everything, and after how many seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TIMEOUT = 2.0
 
 
 class HungDisk(pl.Callback):
-    """Disks that answer no read, or no write of the commit record, any more from the second step on.
+    """Disks that answer no read any more from the second step on.
 
     Args:
         cause: What ends the training: ``timeout``, or the name of a signal.
@@ -45,15 +44,11 @@ class HungDisk(pl.Callback):
         self._cause = cause
         self._file = file
         self._holds: list[Hold] = []
-        self._asked = threading.Event()
         self.since = 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 1:
             strategy: Any = trainer.strategy
-            if self._file == "commit":
-                strategy.drain()
-                state_store.write_record = self._never_return  # type: ignore[assignment]
             if self._file in ("state", "all"):
                 strategy.drain()
                 device = strategy._training_optimizer.rank_state.handler._device
@@ -65,14 +60,11 @@ class HungDisk(pl.Callback):
                 tensor_files.UnnamedFiles.close = self._never_return  # type: ignore[method-assign]
             threading.Thread(target=self._end, daemon=True).start()
 
-    def _never_return(self, *_: Any, **__: Any) -> int:
-        self._asked.set()
+    def _never_return(self, *_: Any, **__: Any) -> None:
         time.sleep(10 * LIMIT)
-        return 0
 
     def _end(self) -> None:
-        holds = self._holds
-        await_that(lambda: any(hold.count > 0 for hold in holds) if holds else self._asked.is_set())
+        await_that(lambda: any(hold.count > 0 for hold in self._holds))
         time.sleep(0.3)  # the training now waits for the disk
         self.since = time.monotonic()
         if self._cause != "timeout":

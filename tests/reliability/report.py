@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from tests.helpers.attacks import PROPERTY
-
-__all__ = ["Row", "Rows", "page_with", "rows_of", "table_of"]
 
 _REPOSITORY = Path(__file__).parents[2]
 _PAGE = _REPOSITORY / "docs" / "reliability.md"
@@ -28,19 +26,15 @@ class Row(NamedTuple):
     """One line of the table.
 
     Args:
+        file: The test's file, below tests/.
         seconds: How long the attack went on, if it was made for some time; else 0.
     """
 
     attack: str
     tries: int
     outcome: str
-    test: str
+    file: str
     seconds: float = 0.0
-
-    @property
-    def file(self) -> str:
-        """The test's file, below tests/."""
-        return self.test.partition("::")[0].removeprefix("tests/")
 
 
 class Rows:
@@ -53,29 +47,16 @@ class Rows:
         items[:] = [item for item in items if "attack" in getattr(item, "fixturenames", ())]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        path, _, test = report.nodeid.partition("::")
+        file = path.removeprefix("tests/")
         if report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            name = report.nodeid.rpartition("::")[2].partition("[")[0].removeprefix("test_").replace("_", " ")
-            self.rows.append(Row(name, 0, f"did not run: {reason.removeprefix('Skipped: ')}", report.nodeid))
-            return
-        if report.when != "call" and not report.failed:  # a set-up that fails is an attack that was not held
-            return
-        told = [value for name, value in report.user_properties if name == PROPERTY]
-        if report.failed and not told:
-            told = [[report.nodeid, 1, "", 0.0]]
-        for attack, tries, outcome, seconds in told:
-            self.rows.append(Row(attack, tries, "**FAILED**" if report.failed else outcome, report.nodeid, seconds))
-
-
-def rows_of(options: Sequence[str]) -> tuple[list[Row], int]:
-    """Run tests of attacks, and return what they told, and pytest's exit code.
-
-    Args:
-        options: Paths and options for pytest.
-    """
-    plugin = Rows()
-    code = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", *options], plugins=[plugin])
-    return plugin.rows, int(code)
+            name = test.partition("[")[0].removeprefix("test_").replace("_", " ")
+            self.rows.append(Row(name, 0, f"did not run: {reason.removeprefix('Skipped: ')}", file))
+        elif report.when == "call" or report.failed:  # a set-up that fails is an attack that was not held
+            told = [value for name, value in report.user_properties if name == PROPERTY]
+            for attack, tries, outcome, seconds in told or [[report.nodeid, 1, "", 0.0]] * report.failed:
+                self.rows.append(Row(attack, tries, "**FAILED**" if report.failed else outcome, file, seconds))
 
 
 def table_of(rows: Iterable[Row]) -> str:
@@ -124,12 +105,14 @@ def main() -> int:
     arguments = parser.parse_args()
     limits = [] if arguments.short else ["--long", "-o", "timeout=3600", "-o", "faulthandler_timeout=3630"]
     named = any(option.startswith("tests/") for option in arguments.options)
-    rows, code = rows_of([*([] if named else files_with_attacks()), *limits, *arguments.options])
-    table = table_of(rows)
+    tests = [*([] if named else files_with_attacks()), *limits, *arguments.options]
+    plugin = Rows()
+    code = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", *tests], plugins=[plugin])
+    table = table_of(plugin.rows)
     print(f"\n{table}")
     if arguments.write:
         _PAGE.write_text(page_with(table, _PAGE.read_text()))
-    return code
+    return int(code)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from tests.helpers.models import Recipe
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import LIMIT, lenient
 from tests.reliability.faults import CARD, FAULTS, FaultyDisk, Place, trained, undisturbed
-from tests.reliability.interrupted import Interrupted, same
 from tests.storage.makers import commit_generation, create
 from tests.training.worker import Run, train
 
@@ -152,45 +151,6 @@ def test_commit_record(tmp_path: Path, attack: Attack, damage: str) -> None:
         store.close(remove=False)
         outcome = f"the {'newest' if found == 2 else 'previous'} generation, with a warning"
         attack(f"{damage}, in a commit record", tries=1, outcome=outcome)
-
-
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
-    """Return an interrupted training with compressed gradients."""
-    return Interrupted(tmp_path_factory.mktemp("interrupted"))
-
-
-RECORDS = {"training record": "training-*.bin", "residual": "residual-*.bin"}
-SHORT_RECORDS = {("training record", "block that was never written"), ("residual", "bit flip")}
-
-
-@pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
-@pytest.mark.parametrize(
-    ("file", "damage", "num_tries"),
-    [
-        *(pytest.param(file, damage, 2) for file, damage in sorted(SHORT_RECORDS)),
-        *(
-            pytest.param(file, damage, 20, marks=pytest.mark.long, id=f"{file}-{damage}-long")
-            for file in RECORDS
-            for damage in DAMAGES
-        ),
-    ],
-)
-def test_training_record(interrupted: Interrupted, attack: Attack, file: str, damage: str, num_tries: int) -> None:
-    """A training goes on from an intact record to the bits of one that never stopped, or is told what is damaged."""
-    for number in range(num_tries):
-        generator = random.Random(f"{file} {damage} {number}")
-        interrupted.restore()
-        path = generator.choice(sorted(interrupted.folder.glob(RECORDS[file])))
-        changed(damage, path.read_bytes(), path, generator)
-        try:
-            found = interrupted.resumed()
-        except SmartInfinityError as error:
-            outcome = type(error).__name__
-        else:
-            outcome = SAME
-            assert same(found, interrupted.expected), number
-        attack(f"{damage}, in a {file}, then ckpt_path='storage'", tries=1, outcome=outcome)
 
 
 @pytest.fixture(scope="module")

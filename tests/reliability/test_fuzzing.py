@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import struct
+import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -18,15 +20,12 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import SmartInfinityError
-from lightning_smartinfinity.storage import find_resumable, recover_store
-from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
+from lightning_smartinfinity.storage import recover_store
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_weights import CheckpointWeights
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import UniversalFolder
 from tests.fabric.worker import quiet_fabric
-from tests.helpers import payload
 from tests.helpers.attacks import Attack
-from tests.helpers.fuzz import changed_value, damaged, fuzz
+from tests.helpers.compressed import compress
 from tests.helpers.models import Recipe
 from tests.helpers.native_testing import decode_gradient
 from tests.reliability.interrupted import Interrupted, same
@@ -40,6 +39,125 @@ RECIPE = Recipe(frozen=True, width=8, depth=1)
 def seconds(request: pytest.FixtureRequest) -> float:
     """Return how long to fuzz."""
     return 1.0 if request.param == "short" else float(request.config.getoption("fuzz_seconds"))
+
+
+# ---- damage at random
+
+_EXTREMES = (0, 1, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+_ODD: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 7, 1 << 31, 1 << 63, 1 << 64, 10**400, 0.5, -1e308, float("nan"), float("inf")),
+    *("", "..", "../x", "a\0b", "\ud800", "x" * 10_000, b"x", [], {}, [0] * 1000, [[[[[[[[[[]]]]]]]]]]),
+)
+
+
+def fuzz(attempt: Callable[[Random], object], *, seconds: float, seed: str) -> int:
+    """Call a function again and again, and return how often.
+
+    Args:
+        attempt: Reads something damaged. It draws all that is random from its argument.
+        seconds: How long to go on; at least once.
+        seed: Every call has a generator of its own, made of this, of ``seconds`` and of the call's number.
+
+    Raises:
+        AssertionError: A call raised an error that is not this package's.
+    """
+    end, tries = time.monotonic() + seconds, 0
+    while tries == 0 or time.monotonic() < end:
+        try:
+            attempt(Random(f"{seed} {seconds} {tries}"))
+        except SmartInfinityError as error:
+            assert error.problem and error.remedy
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise AssertionError(f"try {tries} of seed {seed!r} for {seconds} s: {what}") from error
+        tries += 1
+    return tries
+
+
+def damaged(content: bytes, random: Random) -> bytes:
+    """Return bytes in which something was overwritten, lost, repeated or moved, as disks and strangers do."""
+    changed = bytearray(content)
+    for _ in range(random.choice((1, 1, 1, 2, 4, 16))):
+        _DAMAGES[random.randrange(len(_DAMAGES))](changed, random)
+    return bytes(changed)
+
+
+def changed_value(tree: Any, random: Random, *, odd: tuple[Any, ...] = ()) -> Any:
+    """Return a copy of nested dictionaries and lists in which values were replaced, lost or repeated.
+
+    Args:
+        tree: The dictionary or list.
+        random: Chooses what happens where.
+        odd: Values to put in, beside those of this module.
+    """
+    tree = copy.deepcopy(tree)
+    for _ in range(random.choice((1, 1, 2, 5))):
+        _change_one(tree, random, (*_ODD, *odd))
+    return tree
+
+
+def _change_one(tree: Any, random: Random, odd: tuple[Any, ...]) -> None:
+    node = tree
+    while isinstance(node, (MutableMapping, MutableSequence)) and len(node):
+        key = random.choice(list(node) if isinstance(node, MutableMapping) else range(len(node)))
+        below = node[key]
+        if isinstance(below, (MutableMapping, MutableSequence)) and len(below) and random.random() < 0.8:
+            node = below
+            continue
+        what = random.random()
+        if what < 0.15:
+            del node[key]
+        elif what < 0.25 and isinstance(node, MutableSequence):
+            node.append(copy.deepcopy(below))
+        elif what < 0.35 and isinstance(below, int):
+            node[key] = below + random.choice((-1, 1))
+        else:
+            node[key] = copy.deepcopy(random.choice(odd))
+        return
+
+
+def _flip(content: bytearray, random: Random) -> None:
+    if content:
+        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+
+
+def _set_byte(content: bytearray, random: Random) -> None:
+    if content:
+        content[random.randrange(len(content))] = random.randrange(256)
+
+
+def _set_number(content: bytearray, random: Random) -> None:
+    size = random.choice((2, 4, 8))
+    at = random.randrange(len(content) + 1) & -random.choice((1, size))
+    content[at : at + size] = (random.choice(_EXTREMES) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+
+
+def _cut(content: bytearray, random: Random) -> None:
+    del content[random.randrange(len(content) + 1) :]
+
+
+def _lose(content: bytearray, random: Random) -> None:
+    del content[_range(content, random)]
+
+
+def _repeat(content: bytearray, random: Random) -> None:
+    part = content[_range(content, random)]
+    at = random.randrange(len(content) + 1)
+    content[at:at] = part
+
+
+def _move(content: bytearray, random: Random) -> None:
+    part = content[_range(content, random)]
+    at = random.randrange(len(content) + 1)
+    content[at : at + len(part)] = part
+
+
+def _range(content: bytearray, random: Random) -> slice:
+    begin = random.randrange(len(content) + 1)
+    return slice(begin, begin + random.choice((1, 4, 16, 512, 4096)))
+
+
+_DAMAGES = (_flip, _set_byte, _set_number, _cut, _lose, _repeat, _move)
 
 
 # ---- a store
@@ -144,51 +262,6 @@ def test_training_records(seconds: float, interrupted: Interrupted, attack: Atta
     attack("fuzzing of training records and residuals", tries=tries, seconds=seconds, outcome=outcome)
 
 
-def changed_header(content: bytes, random: Random) -> bytes:
-    """Change numbers of a training record, or of the end of a residual, under a right checksum."""
-    at = content.index(b"LSIRES01") if b"LSIRES01" in content else 0
-    length = len(content) - at if at == 0 else 8 + 8 + 32 + 16 + 4 + 4  # magic to checksum, of one part
-    changed = bytearray(content[at : at + length])
-    header = damaged(bytes(changed[:88]), random)[:88].ljust(88, b"\0")
-    changed[: min(88, length - 4)] = header[: length - 4]
-    values = np.frombuffer(bytes(changed[:-4]), np.uint8)
-    struct.pack_into("<I", changed, length - 4, native.crc32c(values.ctypes.data, values.nbytes))
-    return content[:at] + bytes(changed) + content[at + length :]
-
-
-TOLD = {"training-0.bin": "a training record", "residual-0.bin": "a residual"}
-
-
-@pytest.mark.parametrize("name", TOLD)
-@pytest.mark.filterwarnings("ignore")  # of older generations
-def test_headers_of_training_records(seconds: float, name: str, tmp_path: Path, attack: Attack) -> None:
-    """A record or residual is read whose numbers are others, under right checksums."""
-    residual = np.arange(100, dtype=np.float32)
-    opened = create([tmp_path], world_size=1)
-    for generation in range(3):
-        commit_generation(opened, generation)
-        opened.record_training(generation=generation, step=generation, content=b"{}", has_steps=True, residual=residual)
-        opened.records.finish_residual()
-    opened.close(remove=False)
-    file = tmp_path / "default" / "rank-00000" / name
-    originals = {path: path.read_bytes() for path in file.parent.iterdir()}
-
-    def attempt(random: Random) -> None:
-        for path, content in originals.items():
-            path.write_bytes(content)
-        file.write_bytes(changed_header(originals[file], random))
-        for record in find_resumable([tmp_path], job="default", rank=0)[1]:
-            store = recover_store([tmp_path], newest=record.generation, training=record.number, run=bytes(16))
-            try:
-                if record.residual_numel and record.residual_numel < 1 << 20:
-                    store.records.read_residual(np.empty(record.residual_numel, np.float32))
-            finally:
-                store.close(remove=False)
-
-    tries = fuzz(attempt, seconds=seconds, seed=name)
-    attack(f"fuzzing of the numbers in {TOLD[name]}", tries=tries, seconds=seconds, outcome=OUTCOME)
-
-
 # ---- compressed gradients
 
 
@@ -197,7 +270,7 @@ def test_payloads(seconds: float, attack: Attack) -> None:
     numel, guard = 70_000, 4096
     gradient = np.random.default_rng(0).standard_normal(numel).astype(np.float32)
     dtypes = (native.DType.FLOAT32, native.DType.BFLOAT16)
-    valid = [payload.compress(gradient, 0.01, dtype).tobytes() for dtype in dtypes]
+    valid = [compress(gradient, 0.01, dtype).tobytes() for dtype in dtypes]
     out = np.zeros(4 * numel + guard, np.uint8)
 
     def attempt(random: Random) -> None:
@@ -265,21 +338,6 @@ def changed_file(content: bytes, file: Path, random: Random) -> None:
             archive.writestr(name, record)
 
 
-def fuzz_checkpoint(folder: Path, read: Callable[[], object], *, seconds: float) -> int:
-    """Read a checkpoint of which a file was changed, again and again."""
-    files = {file: file.read_bytes() for file in sorted(folder.rglob("*.pt"))}
-
-    def attempt(random: Random) -> None:
-        file = random.choice(list(files))
-        changed_file(files[file], file, random)
-        try:
-            read()
-        finally:
-            file.write_bytes(files[file])
-
-    return fuzz(attempt, seconds=seconds, seed=folder.name)
-
-
 def read_weights(folder: Path) -> None:
     """Read all that an export reads."""
     weights = CheckpointWeights(folder)
@@ -287,45 +345,35 @@ def read_weights(folder: Path) -> None:
     weights.read(list(weights.contents.parameters), lambda name, begin, values: None, masters=True)
 
 
-def test_checkpoints(seconds: float, saved: Path, tmp_path: Path, attack: Attack) -> None:
-    """An export and a conversion read a checkpoint whose files were changed."""
-    folder = shutil.copytree(saved / "ordinary", tmp_path / "ordinary")
-
-    def read() -> None:
-        read_weights(folder)
-        try:
-            convert_checkpoint(folder, tmp_path / "universal")
-        finally:
-            shutil.rmtree(tmp_path / "universal", ignore_errors=True)
-
-    tries = fuzz_checkpoint(folder, read, seconds=seconds)
-    attack("fuzzing of a checkpoint's files", tries=tries, seconds=seconds, outcome=OUTCOME)
+CHECKPOINTS = {
+    ("ordinary", "export"): "a checkpoint's files",
+    ("universal", "export"): "a universal folder's files",
+    ("ordinary", "resume"): "an ordinary checkpoint that a training resumes from",
+    ("universal", "resume"): "a universal checkpoint that a training resumes from",
+}
+"""Kinds and readers of checkpoints, each with its name in the table."""
 
 
-def test_universal_folders(seconds: float, saved: Path, tmp_path: Path, attack: Attack) -> None:
-    """An export and a resume read a universal folder whose files were changed."""
-    path = shutil.copytree(saved / "universal", tmp_path / "universal")
-
-    def read() -> None:
-        read_weights(path)
-        with reading_checkpoint(path):
-            folder = UniversalFolder(path, rank=0, world_size=1)
-            folder.check_states()
-            _ = folder.steps, folder.param_groups, folder.extra
-            for name, shape in folder.shapes.items():
-                for array in ("fp32", *folder.arrays):
-                    folder.require_array(name, array, numel=shape.numel())
-                    folder.read(name, array, 0, np.empty(shape.numel(), np.float32))
-
-    tries = fuzz_checkpoint(path, read, seconds=seconds)
-    attack("fuzzing of a universal folder's files", tries=tries, seconds=seconds, outcome=OUTCOME)
-
-
-@pytest.mark.parametrize("kind", ["ordinary", "universal"])
-def test_resumes(seconds: float, kind: str, saved: Path, tmp_path: Path, attack: Attack) -> None:
-    """A training resumes from a checkpoint whose files were changed, or is told why not."""
+@pytest.mark.parametrize(("kind", "reader"), CHECKPOINTS)
+def test_checkpoints(seconds: float, kind: str, reader: str, saved: Path, tmp_path: Path, attack: Attack) -> None:
+    """An export, a conversion or a training reads a checkpoint of which a file was changed, or is told why not."""
     folder = shutil.copytree(saved / kind, tmp_path / kind)
+    files = {file: file.read_bytes() for file in sorted(folder.rglob("*.pt"))}
+
     with training(tmp_path) as (fabric, state):
-        tries = fuzz_checkpoint(folder, lambda: fabric.load(folder, dict(state)), seconds=seconds)
-    what = f"fuzzing of {'a' if kind == 'universal' else 'an'} {kind} checkpoint that a training resumes from"
-    attack(what, tries=tries, seconds=seconds, outcome=OUTCOME)
+
+        def attempt(random: Random) -> None:
+            file = random.choice(list(files))
+            changed_file(files[file], file, random)
+            try:
+                if reader == "resume":
+                    fabric.load(folder, dict(state))
+                else:
+                    read_weights(folder)
+                    convert_checkpoint(folder, tmp_path / "converted")
+            finally:
+                file.write_bytes(files[file])
+                shutil.rmtree(tmp_path / "converted", ignore_errors=True)
+
+        tries = fuzz(attempt, seconds=seconds, seed=f"{kind} {reader}")
+    attack(f"fuzzing of {CHECKPOINTS[kind, reader]}", tries=tries, seconds=seconds, outcome=OUTCOME)

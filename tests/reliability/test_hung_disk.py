@@ -24,10 +24,7 @@ CASES = [
     *(
         (cause, overlap, file)
         for cause in (TIMEOUT, "SIGINT", "SIGTERM")
-        for overlap, file in [
-            *((overlap, "state") for overlap in ("none", "forward", "backward")),
-            *(("none", file) for file in ("parameters", "commit")),
-        ]
+        for overlap, file in [("none", "state"), ("forward", "state"), ("backward", "state"), ("none", "parameters")]
     ),
     *((cause, overlap, "all") for cause in ("SIGINT", "SIGTERM") for overlap in ("none", "forward")),
 ]
@@ -56,5 +53,5 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, attack: Attack, cause: str,
     assert told["error"] in errors.get(cause, ["StorageTimeoutError"])
     if cause == TIMEOUT:
         assert str(tmp_path / "storage") in told["message"]
-        assert file == "commit" or "at offset" in told["message"]
+        assert "at offset" in told["message"]
         assert "did not return within 2 s" in told["message"] and "TransferConfig(io_timeout=...)" in told["message"]

@@ -23,8 +23,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
-from tests.helpers.hard_models import Case
-from tests.helpers.hard_structures import Penalty, Shapes
+from tests.helpers.hard_modules import Case, Penalty, Shapes
 from tests.helpers.initialised import WIDTH
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.plain import Everything, Scenario

@@ -1,7 +1,8 @@
-"""Situations of :mod:`tests.stock.situations` with stock's optimizer state in memory, where stock works best.
+"""What stock DeepSpeed does in situations that users meet, beside our strategy and plain Lightning.
 
-Every test runs with our strategy and, among the long tests, with stock, which passes or is expected to fail for the
-reason given.
+Situations of :mod:`tests.stock.situations` have stock's optimizer state in memory, where stock works best, those of
+:mod:`tests.stock.on_nvme` on NVMe. Every test runs with our strategy and with stock, which passes or is expected to
+fail for the reason given. That mark is strict: the test fails once stock passes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import pytest
 import torch
 
 from tests.helpers import reference
-from tests.helpers.hard_models import train_plainly
+from tests.helpers.hard_modules import train_plainly
 from tests.helpers.plain import assert_alike
 from tests.helpers.processes import run_module
+from tests.stock.on_nvme import REASONS
 from tests.stock.situations import OWN_BATCHES, SHARED_WEIGHTS
 from tests.stock.systems import OURS, stock_fails
 
@@ -71,12 +73,17 @@ JUDGED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def outcome(system: str, name: str, devices: int = 1) -> dict[str, Any]:
     """Run a situation in a process of its own, once, and return its result or error."""
     with tempfile.TemporaryDirectory() as folder:
-        done = run_module("tests.stock.situations", folder, system, name, str(devices), ranks=devices)
-        # An assertion here would count as one of stock's documented failures.
-        if done.returncode != 0:
-            raise RuntimeError((done.stdout + done.stderr)[-6000:])
-        found: dict[str, Any] = torch.load(Path(folder) / "outcome.pt", weights_only=True)
-        return found
+        return outcome_in(Path(folder), system, name, devices)
+
+
+def outcome_in(folder: Path, system: str, name: str, devices: int = 1) -> dict[str, Any]:
+    """Run a situation in a process of its own and in a folder, and return its result or error."""
+    done = run_module("tests.stock.situations", folder, system, name, str(devices), ranks=devices)
+    # An assertion here would count as one of stock's documented failures.
+    if done.returncode != 0:
+        raise RuntimeError((done.stdout + done.stderr)[-6000:])
+    found: dict[str, Any] = torch.load(folder / "outcome.pt", weights_only=True)
+    return found
 
 
 def result(system: str, name: str, devices: int = 1) -> Any:
@@ -131,3 +138,35 @@ def test_two_processes_share_weights_under_checkpoints(system: str, name: str) -
     """Losses and masters equal plain torch's, however gradients fall into buckets."""
     expected = train_plainly(SHARED_WEIGHTS, world_size=2)
     assert_alike(result(system, name, 2), (expected.losses, expected.masters))
+
+
+# ---- optimizer state on NVMe, with DeepSpeed's own swappers and I/O code
+
+ON_NVME = {situation.__name__: reason for situation, reason in REASONS.items()}
+
+
+def run(system: str, name: str, folder: Path) -> bool:
+    """Run a situation in a process of its own, and return whether all was right."""
+    found = outcome_in(folder, system, name)
+    assert "error" not in found, found["error"]
+    return bool(found["result"])
+
+
+@pytest.mark.parametrize(
+    ("system", "name"),
+    [
+        *((OURS, name) for name in ON_NVME),
+        *(stock_fails(reason, name) if reason else ("stock", name) for name, reason in ON_NVME.items()),
+    ],
+)
+def test_with_state_on_nvme(system: str, name: str, tmp_path: Path) -> None:
+    """Ours is right, and stock is, or fails as described."""
+    assert run(system, name, tmp_path)
+
+
+@pytest.mark.parametrize("system", [OURS, stock_fails("its files stay for ever")])
+def test_no_state_is_left_on_storage(system: str, tmp_path: Path) -> None:
+    """After the process ends, no file is left in the storage folders."""
+    if not run(system, "training", tmp_path):
+        raise RuntimeError("the training went wrong")
+    assert [path for path in (tmp_path / "storage").rglob("*") if path.is_file()] == []

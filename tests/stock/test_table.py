@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.stock.test_nvme_defects import CASES
-from tests.stock.test_situations import EQUAL, JUDGED, UNLIKE_PLAIN
+from tests.stock.test_situations import EQUAL, JUDGED, ON_NVME, UNLIKE_PLAIN
 
 TESTS = Path(__file__).parents[1]
 TABLE = (TESTS.parent / "docs" / "beside_stock.md").read_text()
-SHORT = {"nvme": "stock/test_nvme_defects.py", "situations": "stock/test_situations.py"}
-CITED = {(SHORT.get(file, file), test) for file, test in re.findall(r"`([\w/.]+)::(test_\w+)`", TABLE)}
+STOCK = "stock/test_situations.py"
+CITED = {
+    (STOCK if file == "situations" else file, test) for file, test in re.findall(r"`([\w/.]+)::(test_\w+)`", TABLE)
+}
 
 
 def defined_in(file: str) -> set[str]:
@@ -23,14 +24,8 @@ def test_the_table_and_the_tests_name_each_other() -> None:
     assert CITED
     assert [(file, test) for file, test in CITED if test not in defined_in(file)] == []
     in_table = {"test_like_plain_lightning", "test_what_users_rely_on", "test_with_state_on_nvme"}
-    others = {(file, test) for file in SHORT.values() for test in defined_in(file) - in_table}
-    assert others - {(SHORT["situations"], "test_stock_fails_in_the_way_that_is_described")} <= CITED
-    assert set(re.findall(r"nvme\[(\w+)\]", TABLE)) == set(CASES)
+    others = {(STOCK, test) for test in defined_in(STOCK) - in_table}
+    assert others - {(STOCK, "test_stock_fails_in_the_way_that_is_described")} <= CITED
+    assert set(re.findall(r"nvme\[(\w+)\]", TABLE)) == set(ON_NVME)
     assert set(re.findall(r"relied_on\[(\w+)\]", TABLE)) == set(JUDGED)
     assert set(re.findall(r"like_plain\[(\w+)\]", TABLE)) == {*EQUAL, *UNLIKE_PLAIN}
-
-
-def test_rows_say_equal_where_stock_is_right() -> None:
-    """The word "equal" stands only in the rows of situations that stock passes."""
-    rows = {name: row for row in TABLE.splitlines() for name in re.findall(r"like_plain\[(\w+)\]", row)}
-    assert {name for name, row in rows.items() if row.split("|")[2].strip().startswith("equal")} == set(EQUAL)
