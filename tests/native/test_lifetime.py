@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import os
-import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -15,10 +12,10 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity.native import Failure, HostBuffer, Operation, StateFile
+from tests.helpers.golden import adam_step
 from tests.helpers.native_testing import inject
-from tests.helpers.update_rules import adam_step
 from tests.helpers.waiting import assert_threads_end, join, num_threads
-from tests.native.builds import run_python
+from tests.native.builds import assert_in_fork, is_refused, run_python
 from tests.native.stored import Run, StoredState
 from tests.native.test_pipeline import assert_same, initial, normals
 
@@ -26,18 +23,11 @@ NUMEL = 20_000
 HUGE_PAGE = 2 << 20
 
 
-def smaps(address: int) -> dict[str, str]:
-    """Return the kernel's description of the mapping at an address."""
-    found: dict[str, str] = {}
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, _, rest = line.partition(" ")
-        if "-" in first and not first.endswith(":"):
-            low, high = (int(part, 16) for part in first.split("-"))
-            inside = low <= address < high
-        elif inside:
-            found[first.rstrip(":")] = rest.strip()
-    return found
+def is_mapped(address: int) -> bool:
+    """Return whether this process has memory at an address."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return any(low <= address < high for low, high in spans)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, HUGE_PAGE - 1, HUGE_PAGE, HUGE_PAGE + 5, 5 * HUGE_PAGE])
@@ -46,67 +36,39 @@ def test_host_buffer(nbytes: int) -> None:
     buffer = HostBuffer(nbytes)
     assert buffer.nbytes == nbytes
     assert buffer.address % (HUGE_PAGE if nbytes >= HUGE_PAGE else 4096) == 0
-    view = buffer.memoryview()
-    assert (len(view), view.readonly) == (nbytes, False)
-    array = np.frombuffer(view, np.uint8)
-    assert array.ctypes.data == buffer.address
+    array = np.frombuffer(buffer.memoryview(), np.uint8)
+    assert (len(array), array.ctypes.data) == (nbytes, buffer.address)
     assert not array.any()
     array[:] = 1
-    assert int(array.sum()) == nbytes
 
 
-def test_the_mapping_of_a_buffer() -> None:
-    """It is not copied into children, asks for huge pages, and lives as long as any view of it, and no longer."""
+def test_a_buffer_lives_as_long_as_any_view_of_it() -> None:
+    """Its memory goes back with the last view."""
     buffer = HostBuffer(3 * HUGE_PAGE)
-    address = buffer.address
-    flags = smaps(address)["VmFlags"].split()
-    assert "dc" in flags
-    assert ("hg" in flags) == Path("/sys/kernel/mm/transparent_hugepage").exists()
+    middle = buffer.address + HUGE_PAGE
     array = np.frombuffer(buffer.memoryview(), np.float32)
     del buffer
     gc.collect()
     array[:] = 3
-    assert array.sum() == 3 * array.size
+    assert array.sum() == 3 * array.size and is_mapped(middle)
     del array
     gc.collect()
-    assert "dc" not in smaps(address).get("VmFlags", "").split()
+    assert not is_mapped(middle)
 
 
 def test_state_file(tmp_path: Path) -> None:
-    """A state file opens an existing file with close-on-exec and reports errors with errno and filename."""
+    """A state file opens an existing file and reports errors with errno and filename."""
     path = tmp_path / "file"
     with pytest.raises(FileNotFoundError) as error:
         StateFile(str(path), direct=False)
     assert (error.value.errno, error.value.filename) == (errno.ENOENT, str(path))
-    with pytest.raises(IsADirectoryError):
-        StateFile(str(tmp_path), direct=False)
     path.touch()
     file = StateFile(str(path), direct=False)
-    assert (file.path, file.direct) == (str(path), False)
-    flags = [descriptor_flags(number) for number in descriptors(path)]
-    assert len(flags) == 1 and flags[0] & os.O_CLOEXEC
     file.sync()
-    file.close()
-    file.close()
-    assert descriptors(path) == []
+    for _ in range(2):
+        file.close()
     with pytest.raises(RuntimeError, match="closed"):
         file.sync()
-
-
-def descriptors(path: Path) -> list[int]:
-    numbers = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            if os.readlink(entry) == str(path):
-                numbers.append(int(entry.name))
-        except FileNotFoundError:
-            continue
-    return numbers
-
-
-def descriptor_flags(number: int) -> int:
-    lines = Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()
-    return next(int(line.split()[1], 8) for line in lines if line.startswith("flags"))
 
 
 def start_slow_update(state: StoredState, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -117,7 +79,7 @@ def start_slow_update(state: StoredState, *, seed: int) -> tuple[np.ndarray, np.
     return gradient, parameter
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
     """close() stops the batch, fails waiting calls, and leaves no thread. The old place stays intact."""
     arrays, threads = initial(NUMEL), num_threads()
@@ -147,7 +109,7 @@ def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
         assert_same(state.read(), arrays)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_destruction_with_work_in_flight(tmp_path: Path, seed: int) -> None:
     """Dropping the last reference closes the pipeline and ends its threads."""
     threads = num_threads()
@@ -160,72 +122,23 @@ def test_destruction_with_work_in_flight(tmp_path: Path, seed: int) -> None:
     del memory
 
 
-def test_other_python_threads_run_during_a_wait(tmp_path: Path) -> None:
-    """finish() releases the interpreter lock, so that other Python threads run."""
-    with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
-        state.write(*initial(NUMEL))
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1000)  # a thread runs only when another one releases the lock
-        try:
-            assert any(another_thread_ran(state, seed) for seed in range(12))
-        finally:
-            sys.setswitchinterval(interval)
-
-
-def another_thread_ran(state: StoredState, seed: int) -> bool:
-    gate, ran = threading.Lock(), threading.Event()
-    gate.acquire()
-
-    def run() -> None:
-        with gate:
-            ran.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    memory = start_slow_update(state, seed=seed)
-    gate.release()
-    assert state.pipeline.finish() is None
-    result = ran.is_set()
-    join(thread)
-    del memory
-    return result
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_fork_with_work_in_flight(tmp_path: Path, seed: int) -> None:
     """A forked child cannot use the pipeline, does not hang on it and lacks the buffers. The parent is undisturbed."""
-    buffers = [HostBuffer(HUGE_PAGE)]
+    buffer = HostBuffer(HUGE_PAGE)
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 3}) as state:
         state.write(*initial(NUMEL))
         memory = start_slow_update(state, seed=seed)
-        child = os.fork()
-        if child == 0:
-            os._exit(child_result(state, buffers))
+
+        def does_not_hang() -> bool:
+            refused = [is_refused(getattr(state.pipeline, name)) for name in ("wait", "finish", "counters")]
+            state.pipeline.close()
+            del state.pipeline
+            return refused == [True, True, True] and not is_mapped(buffer.address)
+
+        assert_in_fork(does_not_hang)
         assert state.pipeline.finish() is None
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         del memory
-
-
-def child_result(state: StoredState, buffers: list[HostBuffer]) -> int:
-    """Return 0 on success. In a forked child a failed assertion would return into pytest."""
-    signal.alarm(60)  # a hanging child then fails the test instead of blocking it
-    try:
-        if smaps(buffers[0].address):
-            return 2
-        for name in ("wait", "finish", "counters"):
-            try:
-                getattr(state.pipeline, name)()
-            except RuntimeError:
-                continue
-            return 3
-        state.pipeline.close()
-        if sys.getrefcount(state.pipeline) > 2:
-            return 4
-        del state.pipeline
-        buffers.clear()
-        return 0
-    except BaseException:
-        return 5
 
 
 def test_interpreter_exit_with_work_in_flight(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lightning_smartinfinity.native import (
     Tasklet,
     UpdateStep,
 )
-from tests.helpers.update_rules import adagrad_step, adam_step, rmsprop_step, sgd_step
+from tests.helpers.golden import adagrad_step, adam_step, rmsprop_step, sgd_step
 from tests.native.stored import JOB, Run, StoredState, extent_bytes
 
 NUMEL = 100
@@ -97,36 +97,32 @@ def test_bad_tasklet(tmp_path: Path, changes: dict[str, Any], problem: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("step", "problem"),
+    ("state_format", "num_arrays", "operation", "step", "problem"),
     [
-        (adagrad_step(), "UPDATE by AdagradStep needs 2 arrays: master and sum"),
-        (sgd_step(), "UPDATE by SgdStep needs 2 arrays: master and momentum_buffer"),
-        (rmsprop_step(), "UPDATE by RmspropStep needs 4 arrays: master, square_avg, momentum_buffer and grad_avg"),
+        (0, 3, Operation.UPDATE, adagrad_step(), "UPDATE by AdagradStep needs 2 arrays: master and sum"),
+        (0, 3, Operation.UPDATE, sgd_step(), "UPDATE by SgdStep needs 2 arrays: master and momentum_buffer"),
+        (
+            *(0, 3, Operation.UPDATE, rmsprop_step()),
+            "UPDATE by RmspropStep needs 4 arrays: master, square_avg, momentum_buffer and grad_avg",
+        ),
+        (1, 2, Operation.READ, adam_step(), "this state format needs 3 arrays: master, exp_avg and exp_avg_sq"),
+        *(
+            (state_format, 3, Operation.UPDATE, step, f"for AdamStep only, not for {type(step).__name__}")
+            for state_format in (1, 2, 3)
+            for step in (adagrad_step(), sgd_step(), rmsprop_step())
+        ),
     ],
 )
-def test_arrays_of_another_rule(tmp_path: Path, step: UpdateStep, problem: str) -> None:
-    """The error names the arrays that the rule needs."""
-    with StoredState(tmp_path, NUMEL) as state, pytest.raises(ValueError, match=f"tasklet 5.*{problem}"):
-        state.pipeline.submit(Batch(Operation.UPDATE, [tasklet()], [step]))
-
-
-@pytest.mark.parametrize("step", [adagrad_step(), sgd_step(), rmsprop_step()])
-@pytest.mark.parametrize("state_format", [1, 2, 3])
-def test_rules_without_moments_are_for_fp32_state(tmp_path: Path, step: UpdateStep, state_format: int) -> None:
-    """Formats that store exp_avg and exp_avg_sq in fewer bits refuse other rules than Adam's."""
+def test_arrays_of_another_rule(
+    tmp_path: Path, state_format: int, num_arrays: int, operation: Operation, step: UpdateStep, problem: str
+) -> None:
+    """The error names the arrays that the rule, or the format, needs. Formats of fewer bits refuse other rules."""
     identity = Identity(job=JOB, rank=0, state_format=state_format)
     with StoredState(tmp_path, NUMEL, identity=identity) as state:
+        state.num_arrays = num_arrays
         one = state.tasklet(0, [Run(0, NUMEL, 0, MEMORY)])
-        with pytest.raises(ValueError, match=f"for AdamStep only, not for {type(step).__name__}"):
-            state.pipeline.submit(Batch(Operation.UPDATE, [one], [step]))
-
-
-def test_arrays_of_a_format_for_one_rule(tmp_path: Path) -> None:
-    """The error names the arrays that such a format needs, also for reads."""
-    identity = Identity(job=JOB, rank=0, state_format=1)
-    problem = "this state format needs 3 arrays: master, exp_avg and exp_avg_sq"
-    with StoredState(tmp_path, NUMEL, identity=identity) as state, pytest.raises(ValueError, match=problem):
-        state.pipeline.submit(Batch(Operation.READ, [tasklet(num_arrays=2)]))
+        with pytest.raises(ValueError, match=f"tasklet 0.*{problem}"):
+            state.pipeline.submit(Batch(operation, [one], [step]))
 
 
 @pytest.mark.parametrize("operation", [Operation.READ, Operation.WRITE, Operation.MODIFY])
@@ -139,15 +135,6 @@ def test_master_in_parameter_is_for_updates(tmp_path: Path, operation: Operation
         state.pipeline.submit(Batch(operation, [tasklet(master_in_parameter=True)]))
 
 
-def test_offsets_that_are_not_used(tmp_path: Path) -> None:
-    """A read's write offset and a write's read offset are not checked."""
-    with StoredState(tmp_path, NUMEL) as state:
-        state.pipeline.submit(Batch(Operation.WRITE, [tasklet(read_offset=1, write_offset=0, segments=[])]))
-        assert state.pipeline.finish() is None
-        state.pipeline.submit(Batch(Operation.READ, [tasklet(read_generation=1, write_offset=1, segments=[])]))
-        assert state.pipeline.finish() is None
-
-
 def test_wait_for_tasklets_that_do_not_exist(tmp_path: Path) -> None:
     """Waiting for tasklets that do not exist is refused, and the batch continues. No tasklets need no wait."""
     with StoredState(tmp_path, NUMEL) as state:
@@ -155,8 +142,9 @@ def test_wait_for_tasklets_that_do_not_exist(tmp_path: Path) -> None:
         for first, last in [(0, 2), (2, None), (1, 0)]:
             with pytest.raises(ValueError, match="wait"):
                 state.pipeline.wait(first, last)
-        with pytest.raises(ValueError, match="tasklet 1 of 1"):
-            state.pipeline.wait_for([0, 1])
+        for ask in (state.pipeline.wait_for, state.pipeline.prefer):
+            with pytest.raises(ValueError, match="tasklet 1 of 1"):
+                ask([0, 1])
         waits = [state.pipeline.wait(1, 1), state.pipeline.wait_for([]), state.pipeline.wait_for([0, 0])]
         assert [*waits, state.pipeline.finish()] == 4 * [None]
 
@@ -208,9 +196,10 @@ def test_bad_pipeline(tmp_path: Path, changes: dict[str, Any], problem: str) -> 
 
 def test_bad_values() -> None:
     """A job id needs 16 bytes, a buffer at least one byte, and a segment at most eight arrays."""
-    with pytest.raises(ValueError, match="15 bytes"):
-        Identity(job=bytes(15), rank=0, state_format=0)
-    with pytest.raises(ValueError, match="0 bytes"):
-        HostBuffer(0)
-    with pytest.raises(ValueError, match="8 arrays"):
-        Segment(offset=0, numel=1, arrays=(0,) * 9)
+    for make, problem in (
+        (lambda: Identity(job=bytes(15), rank=0, state_format=0), "15 bytes"),
+        (lambda: HostBuffer(0), "0 bytes"),
+        (lambda: Segment(offset=0, numel=1, arrays=(0,) * 9), "8 arrays"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            make()
