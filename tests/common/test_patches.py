@@ -11,18 +11,14 @@ from lightning_smartinfinity.common.patches import Shared, replaced, wrapped
 
 
 class Base:
-    """A class with a method of each kind."""
+    """A class with a method."""
 
     def greet(self, name: str) -> str:
         return f"Hello {name}"
 
-    @staticmethod
-    def double(number: int) -> int:
-        return 2 * number
-
 
 class Derived(Base):
-    """A class that inherits them."""
+    """A class that inherits it."""
 
 
 def louder(original: Any, *args: Any) -> Any:
@@ -52,14 +48,6 @@ def test_a_method_of_a_class_is_wrapped(owner: type[Base]) -> None:
     assert dict(vars(owner)) == before and owner().greet("you") == "Hello you"
 
 
-def test_a_method_of_an_object_is_wrapped() -> None:
-    """Other objects of the class keep theirs, and nothing is left in the object."""
-    one, other = Base(), Base()
-    with wrapped(one, "greet", louder):
-        assert (one.greet("you"), other.greet("you")) == ("Hello you!", "Hello you")
-    assert vars(one) == {}
-
-
 @pytest.mark.parametrize("kept", [{"value": 1}, {}], ids=["own", "inherited"])
 def test_an_interrupt_when_an_attribute_is_replaced(kept: dict[str, int]) -> None:
     """Nothing is left behind an interrupt that comes when the attribute has its other value."""
@@ -77,26 +65,6 @@ def test_an_interrupt_when_an_attribute_is_replaced(kept: dict[str, int]) -> Non
     with pytest.raises(KeyboardInterrupt), replaced(owner, "value", 2):
         pass
     assert vars(owner) == kept
-
-
-def test_a_static_method_stays_one() -> None:
-    """What the class held is put back, not what it returns for it."""
-    with replaced(Base, "double", staticmethod(lambda number: 3 * number)):
-        assert Base().double(2) == 6
-    assert Base().double(2) == 4
-
-
-def test_constructors_are_wrapped() -> None:
-    """__new__ is called with the class."""
-    made = []
-
-    def around(original: Any, kind: type, *args: Any) -> Any:
-        made.append(kind)
-        return original(kind)
-
-    with wrapped(Derived, "__new__", around):
-        assert isinstance(Derived(), Derived)
-    assert made == [Derived] and "__new__" not in vars(Derived)
 
 
 def test_a_replacement_stays_for_its_last_user() -> None:

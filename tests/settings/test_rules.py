@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity import ConfigError, TransferConfig
-from lightning_smartinfinity.cli.plan_options import add_options
 from lightning_smartinfinity.settings.rules import (
     FLAG,
     STRATEGY,
@@ -30,7 +27,6 @@ from lightning_smartinfinity.settings.rules import (
     one_of,
     optional,
     positive,
-    require,
     require_distinct,
 )
 
@@ -130,26 +126,6 @@ def test_error(owner: str, value: object, rule: Rule, message: str) -> None:
     assert str(caught.value) == message
 
 
-@dataclass(frozen=True)
-class Ring:
-    """A dataclass with checked fields."""
-
-    size: int
-    share: float = 1.0
-
-    def __post_init__(self) -> None:
-        require(self, size=between(1), share=positive(1))
-
-
-def test_fields_of_a_frozen_dataclass() -> None:
-    """Checked values replace those that were passed, and an error names the wrong field."""
-    ring = Ring(np.int64(3), Fraction(1, 2))  # type: ignore[arg-type]
-    assert (type(ring.size), type(ring.share)) == (int, float)
-    assert ring == Ring(3, 0.5)
-    with pytest.raises(ConfigError, match=r"Ring\(share=2\)"):
-        Ring(1, 2)
-
-
 def test_folders_are_distinct(tmp_path: Path) -> None:
     """Two names of one folder are refused, through a link or a detour."""
     (tmp_path / "a").mkdir()
@@ -211,16 +187,3 @@ def test_both_ends_of_the_range_are_allowed() -> None:
         assert (config.tasklet_bytes, config.buffer_bytes) == (expected, expected)
     with pytest.raises(ConfigError, match=r"tasklet_bytes='4kB'.* from 65536 to"):
         TransferConfig(tasklet_bytes="4kB")
-
-
-def test_sizes_of_a_machine_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """``smart-infinity plan`` reads sizes by the same rule. A number that lacks its unit is refused."""
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    options = parser.parse_args(["7B", "--host-memory", "24GiB", "--disk", "2T", "--gpu-memory", "24gb"])
-    assert (options.host_memory, options.disk, options.gpu_memory) == (24 * 2**30, 2 * 10**12, 24 * 10**9)
-    assert parser.parse_args(["7B", "--gpu-memory", "none"]).gpu_memory == "none"
-    for wrong in (["--host-memory", "24"], ["--gpu-memory", "24"], ["--disk", "all"]):
-        with pytest.raises(SystemExit):
-            parser.parse_args(["7B", *wrong])
-        assert "Pass a size with its unit" in capsys.readouterr().err

@@ -25,10 +25,6 @@ from lightning_smartinfinity.huggingface import SmartInfinityTraining
 from lightning_smartinfinity.metrics import StorageBytes
 
 
-def by_name() -> L.Trainer:
-    return L.Trainer(strategy="smart_infinity", precision="bf16-mixed")
-
-
 def with_settings(folder: Path) -> L.Trainer:
     strategy = SmartInfinityStrategy(
         storage=["/mnt/nvme0", folder],
@@ -60,14 +56,6 @@ def with_transformers() -> SmartInfinityTraining:
 
 def with_a_metric() -> StorageBytes:
     return StorageBytes()
-
-
-def one_folder(folder: Path) -> SmartInfinityStrategy:
-    return SmartInfinityStrategy(folder)
-
-
-def fabric_by_name() -> L.Fabric:
-    return L.Fabric(strategy="smart_infinity", precision="bf16-mixed")
 
 
 def fabric_with_settings(folder: Path) -> L.Fabric:
