@@ -110,14 +110,6 @@ def test_nothing_updated() -> None:
         assert math.isnan(metric.compute().item())
 
 
-def test_forward_returns_the_interval_alone() -> None:
-    """Calling a metric returns the value of this interval and adds it to the total."""
-    metric = StorageBytes()
-    metric(ONE)
-    assert metric(TWO).item() == 6000
-    assert metric.compute().item() == 8100
-
-
 @pytest.mark.parametrize(
     ("build", "named"),
     [
