@@ -1,8 +1,7 @@
-"""The commands ``convert`` and ``universal``, output that cannot be written, and which modules commands import."""
+"""The commands ``convert`` and ``universal``, help, and output that cannot be written."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -19,7 +18,7 @@ import torch
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.common import progress
 from tests.cli.conftest import Cli
-from tests.helpers.fresh_python import fresh_environment, fresh_python
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.universal import save_of_two
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.pipeline.harness import Case
@@ -35,11 +34,14 @@ def convert(folder: Path, *more: str) -> int:
 def test_converts_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new state has the requested format and is kept. Progress goes to stderr, the result to stdout."""
+    """The new state has the requested format and is kept. Progress goes to stderr, the result to stdout.
+
+    A size may have its unit.
+    """
     monkeypatch.setattr(progress, "DELAY", 1e-9)
     for rank in range(2):
         kept(tmp_path, Case(keep=True, rank=rank))
-    assert convert(tmp_path, "--state-format", "int8") == 0
+    assert convert(tmp_path, "--state-format", "int8", "--tasklet-bytes", "64KiB") == 0
     said = capsys.readouterr()
     assert said.out == f"Converted the state of 2 ranks to int8: {tmp_path / 'new'}\n"
     for rank in range(2):
@@ -48,14 +50,6 @@ def test_converts_and_says_so(
     assert (manifest["state_format"], manifest["keep"]) == ("int8", True)
     assert main(["convert", str(tmp_path / "disk0"), "--into", str(tmp_path / "one"), *ONE_RANK]) == 0
     assert capsys.readouterr().err == ""
-
-
-def test_a_size_of_tasklets_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A size may have its unit. What is no size ends in an error that names it."""
-    kept(tmp_path, Case())
-    assert convert(tmp_path, "--state-format", "bf16", "--tasklet-bytes", "64 slices") == 1
-    assert "tasklet_bytes='64 slices'" in capsys.readouterr().err
-    assert convert(tmp_path, "--state-format", "bf16", "--tasklet-bytes", "64KiB") == 0
 
 
 def test_an_error_ends_in_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,22 +109,6 @@ def test_help_without_torch() -> None:
 
 SHAPES = [{"a": torch.Size([5])}]
 WHOLE = {"a": torch.arange(5.0)}
-
-
-def test_universal(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress goes to stderr, the result to stdout."""
-    monkeypatch.setattr(progress, "DELAY", 1e-9)
-    checkpoint = save_of_two(tmp_path / "two.ckpt", SHAPES, WHOLE, {"sum": 1})
-    said = cli("universal", checkpoint, "--into", tmp_path / "new")
-    assert said.out == f"Converted {checkpoint} to a universal checkpoint: {tmp_path / 'new'}\n"
-    assert "Converting the optimizer state: 100%" in said.err and "40.0/40.0" in said.err
-    assert torch.equal(torch.load(tmp_path / "new/zero/a/sum.pt"), WHOLE["a"] + 1)
-
-
-def test_an_error_of_universal_ends_in_its_remedy(tmp_path: Path, cli: Cli) -> None:
-    """The message says what failed and what to do, without a traceback."""
-    said = cli("universal", tmp_path / "nowhere", "--into", tmp_path / "new", "--quiet", status=1).err
-    assert said.startswith("smart-infinity: The checkpoint") and said.endswith("does not exist. Check the path.\n")
 
 
 def test_parts_of_two_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
@@ -198,50 +176,3 @@ def test_output_that_fails(
     if stream is not None and not stream.closed:
         stream.close()
     assert capsys.readouterr().err == (f"smart-infinity: the output cannot be written: {reason}.\n" if reason else "")
-
-
-def test_nowhere_to_say_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """If neither stdout nor stderr works, the status still reports the failure."""
-    for stream in (None, full(1)):
-        monkeypatch.setattr(sys, "stdout", None)
-        monkeypatch.setattr(sys, "stderr", stream)
-        assert main(FEW) == 1
-        assert main([*FEW, "--plot", str(tmp_path / "none" / "steps.svg")]) == 1
-
-
-def test_errors_of_other_files_are_not_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of another file is not reported as an error of the output."""
-
-    def failing(options: argparse.Namespace) -> int:
-        raise BrokenPipeError
-
-    monkeypatch.setattr("lightning_smartinfinity.cli.simulation.command.run", failing)
-    with pytest.raises(BrokenPipeError):
-        main(FEW)
-
-
-RUNS = """
-    import sys
-    from contextlib import suppress
-    from lightning_smartinfinity.cli import main
-
-    for command in sys.argv[1:]:
-        with suppress(SystemExit):
-            main([command, "--help"])
-    machine = ["--gpu-memory", "none", "--host-memory", "8GB", "--disk", "1TB", "--cores", "2"]
-    assert main(["plan", "7B", *machine]) in (0, 3)
-    print(*sys.modules)
-"""
-
-
-def test_simulations_are_imported_by_their_own_command_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No other command imports ``simulate`` or the paper's machine, and a plan runs without them."""
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    others = set(re.findall(r"^    ([a-z-]+)", capsys.readouterr().out, re.MULTILINE)) - {"simulate"}
-    assert {"plan", "jobs", "selftest", "card-report"} < others
-    imported = fresh_python(RUNS, *others, cwd=tmp_path).split()
-    assert "lightning_smartinfinity.cli.plan" in imported
-    assert not [name for name in imported if ".cli.simulation" in name or ".planning.paper" in name]

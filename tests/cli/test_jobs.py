@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from lightning_smartinfinity import ConfigError, TransferConfig
-from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.storage.jobs import jobs
 from tests.cli.conftest import Cli
 from tests.storage.makers import commit_generation, create, created, tree
@@ -112,32 +108,6 @@ def test_verify_of_what_cannot_be_read(tmp_path: Path, cli: Cli, monkeypatch: py
     assert "Only the user who owns the folder" in cli("jobs", tmp_path, "--remove", "secret", status=1).err
 
 
-def test_folders_that_may_not_be_opened(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list makes up no use, size or age for a rank's folder that this user may not open."""
-    left(tmp_path)
-    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "rank-00000")
-    monkeypatch.setattr(jobs, "open_rank_folder", mock.Mock(side_effect=refused))
-    _, line, sentence = cli("jobs", tmp_path).out.splitlines()
-    assert line.split()[1:] == ["unknown", "-", "-", "-", "unreadable"]
-    assert "rank-00000" in sentence and "Permission denied" in sentence
-    (job,) = json.loads(cli("jobs", tmp_path, "--json").out)
-    assert job["written"] is None and job["folders"][0]["written"] is None
-
-
-def test_verify_over_two_folders(tmp_path: Path, cli: Cli) -> None:
-    """Damage in one folder is told for the job in both, once; a single folder of two is not called whole."""
-    folders = [tmp_path / "a", tmp_path / "b"]
-    store = create(folders, world_size=1)
-    commit_generation(store, 0)
-    store.close(remove=False)
-    names = list(map(str, folders))
-    assert cli("jobs", *names, "--verify", "--quiet").out.count("whole") == 2
-    assert "storage folders are in another order" in cli("jobs", names[1], "--verify", "--quiet", status=1).out
-    damage(Path(store.files[1].path))
-    _, first, second, sentence = cli("jobs", *names, "--verify", "--quiet", status=1).out.splitlines()
-    assert first.endswith(" damaged") and second.endswith(" damaged") and store.files[1].path in sentence
-
-
 def test_remove(tmp_path: Path, cli: Cli) -> None:
     """A dead job is removed; one that is in use, kept or unknown is refused with a remedy, and stays."""
     left(tmp_path)
@@ -159,23 +129,6 @@ def test_folders_with_names_of_no_job(tmp_path: Path, cli: Cli, name: str) -> No
     assert cli("jobs", tmp_path).out == f"There are no jobs in {tmp_path}.\n"
     with pytest.raises(ConfigError, match="not a name for a job's folder"):
         TransferConfig(job=name)
-
-
-def test_an_output_that_cannot_hold_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Letters that the output's encoding lacks are shown by their numbers."""
-    left(tmp_path, job="ü")
-    output = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
-    assert main(["jobs", str(tmp_path)]) == 0
-    assert b"/\\xfc " in output.getvalue()
-
-
-@pytest.mark.parametrize("command", ["jobs", "scrub"])
-def test_a_null_byte_in_a_path(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is refused as no folder."""
-    with pytest.raises(SystemExit, match="2"):
-        main([command, "a\0b"])
-    assert "null byte" in capsys.readouterr().err
 
 
 def test_records_of_another_user_are_not_read(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

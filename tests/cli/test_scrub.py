@@ -41,7 +41,10 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_state_over_two_folders(tmp_path: Path, cli: Cli) -> None:
-    """The state is read over all its folders, with status 0 if it is whole and 1 if not; JSON has the sentences."""
+    """The state is read over all its folders, with status 0 if it is whole and 1 if not; JSON has the sentences.
+
+    The command ``jobs`` tells damage for the job in both folders, once.
+    """
     folders = [tmp_path / "a", tmp_path / "b"]
     store = create(folders, world_size=1)
     commit_generation(store, 0)
@@ -49,6 +52,9 @@ def test_state_over_two_folders(tmp_path: Path, cli: Cli) -> None:
     said = cli("scrub", *folders, "--quiet").out
     assert said.endswith("Whole.\n") and "5 extents of generation 0 read" in said
     assert json.loads(cli("scrub", *folders, "--quiet", "--json").out) == {"damaged": [], "unknown": []}
+    assert cli("jobs", *folders, "--verify", "--quiet").out.count("whole") == 2
+    one_of_two = cli("jobs", folders[1], "--verify", "--quiet", status=1).out
+    assert "storage folders are in another order" in one_of_two
     found = json.loads(cli("scrub", *folders, "--job", "mine", "--quiet", "--json", status=2).out)
     assert "'mine'" in found["unknown"][0]
     damage(Path(store.files[1].path))
@@ -56,6 +62,8 @@ def test_state_over_two_folders(tmp_path: Path, cli: Cli) -> None:
     assert said.endswith("1 damaged.\n") and store.files[1].path in said
     found = json.loads(cli("scrub", *folders, "--quiet", "--json", status=1).out)
     assert store.files[1].path in found["damaged"][0]
+    _, first, second, sentence = cli("jobs", *folders, "--verify", "--quiet", status=1).out.splitlines()
+    assert first.endswith(" damaged") and second.endswith(" damaged") and store.files[1].path in sentence
 
 
 def test_a_commit_record_that_cannot_be_read(tmp_path: Path, cli: Cli) -> None:
