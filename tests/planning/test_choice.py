@@ -1,16 +1,19 @@
-"""A plan says what fits, which settings make it fit, and what needs no storage."""
+"""A plan says what fits, which settings make it fit, and what needs no storage; what is left open is chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import transformers
 
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.planning.automatic import Open, choose, plan_in_words
 from lightning_smartinfinity.planning.choice import (
+    BUDGETS,
     Plan,
     Resources,
     _divided,
@@ -20,16 +23,17 @@ from lightning_smartinfinity.planning.choice import (
     nearest,
 )
 from lightning_smartinfinity.planning.model import LlamaShape, ModelFigures, Passes, llama_shape
-from lightning_smartinfinity.planning.needs import Need, Place
-from lightning_smartinfinity.planning.pace import Range, assumed_rates, pace, written_bytes
-from lightning_smartinfinity.planning.training import Training
+from lightning_smartinfinity.planning.needs import Need, Place, needs, state_bytes
+from lightning_smartinfinity.planning.needs_table import needs_table
+from lightning_smartinfinity.planning.pace import Range, assumed_rates, pace, seconds_beside_update, written_bytes
+from lightning_smartinfinity.planning.training import OFFLOADS, Training
 
 GB = 10**9
 RATES = assumed_rates(on_gpu=True, cores=8)
 TRAINING = Training()
 
 
-def llama(billions: float) -> ModelFigures:
+def llama(billions: float, seq: int = 512) -> ModelFigures:
     shape = llama_shape(round(billions * GB))
     sizes = shape.sizes()
     return ModelFigures(
@@ -37,7 +41,7 @@ def llama(billions: float) -> ModelFigures:
         trained=sizes,
         num_layers=shape.layers,
         largest_module=max(sizes),
-        passes=shape.passes(batch=1, seq=512),
+        passes=shape.passes(batch=1, seq=seq),
     )
 
 
@@ -174,15 +178,6 @@ def test_a_tenth_of_the_memory_is_left_where_that_is_possible() -> None:
     assert narrow.training.state_format == TRAINING.state_format
 
 
-def test_processes_share_parameters_and_state() -> None:
-    """Each of four processes holds a fourth on its GPU; disk and host memory are those of all."""
-    one, four = (make_plan(SEVEN, replace(TRAINING, processes=n), LARGE, RATES) for n in (1, 4))
-    held = [need(plan, Place.GPU, "training").owners["parameters"] for plan in (one, four)]
-    assert held[1] == pytest.approx(held[0] / 4, rel=1e-6)
-    states = [need(plan, Place.DISK, "in all").owners["optimizer state"] for plan in (one, four)]
-    assert states[1] == pytest.approx(states[0], rel=0.001)
-
-
 def test_a_small_model_needs_no_storage() -> None:
     """AdamW takes 16 bytes per parameter: 1B fits into 24 GB with it, 7B only as LoRA."""
     resources = replace(LARGE, gpu_memory=24 * GB)
@@ -295,3 +290,135 @@ def test_figures_of_a_model() -> None:
     assert (model.numel, model.trained_numel, model.largest) == (12, 7, 5)
     shape = llama_shape(6_738_415_616)  # Meta published 32 layers and a width of 4096 for Llama 7B
     assert (shape.layers, shape.width) == (pytest.approx(32, abs=1), pytest.approx(4096, abs=128))
+
+
+ASKED = Training(precision="bf16-true", build="configure_model", save_top_k=0, seq=2048)
+DESKTOP = Resources(host_memory=58 * GB, disk=2_000 * GB, cores=16, gpu_memory=21 * GB, num_gpus=1)
+
+
+# A model whose embedding no usual budget would hold.
+EMBEDDING = 128256 * 8192
+LAYER = [8192**2] * 2 + [8192 * 1024] * 2 + [8192 * 28672] * 3
+WIDE = ModelFigures(name="m", trained=(EMBEDDING, *LAYER * 80, EMBEDDING), num_layers=80, largest_module=EMBEDDING)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "offload"),
+    [
+        pytest.param(SEVEN, {"host_memory": 500 * GB, "gpu_memory": 80 * GB}, "none", id="a large machine"),
+        pytest.param(llama(13), {}, "cpu", id="13B with 24 GB on the GPU and 64 GB of memory"),
+        pytest.param(llama(13), {"host_memory": 25 * GB}, None, id="13B with 32 GB of memory"),
+        pytest.param(llama(70), {"disk": 4_000 * GB}, "nvme", id="70B"),
+        pytest.param(WIDE, {"host_memory": 16 * GB, "disk": 6_000 * GB, "gpu_memory": 24 * GB}, "nvme", id="embedding"),
+    ],
+)
+def test_what_trains_on_a_desktop(model: ModelFigures, machine: dict[str, int], offload: str | None) -> None:
+    """Neither parameters nor gradients have to fit into memory; the table has each setting as a user writes it."""
+    resources = replace(DESKTOP, **machine)
+    plan = choose(model, ASKED, resources, RATES, Open())
+    assert plan.fits
+    assert offload is None or plan.training.offload_param == offload
+    if offload == "none":  # nothing but the state in memory changes
+        assert replace(plan.training, cache_bytes=0) == ASKED
+    elif offload != "cpu":
+        assert plan.training.offload_param == "nvme" or plan.training.gradient_budget is not None
+    words = plan_in_words(model, ASKED, plan, resources, open_=Open())
+    assert words.splitlines()[-len(plan.needs) - 1 :] == [*needs_table(plan, resources)]
+    assert "B parameters, 1 x 2048 tokens" in words and "GPU memory   training" in words
+    assert ("offload_param device             nvme" in words) == (plan.training.offload_param == "nvme")
+    assert ("transfer gradient_bytes" in words) == (plan.training.gradient_budget is not None)
+
+
+def test_no_other_combination_is_faster() -> None:
+    """Every combination was tried, and none that fits is faster."""
+    resources = replace(DESKTOP, host_memory=12 * GB, gpu_memory=12 * GB)
+    plan = choose(SEVEN, ASKED, resources, RATES, Open(cache_bytes=False))
+    fitting = []
+    for offload, held, gradients, bucket in product(OFFLOADS, (None, *BUDGETS), (None, *BUDGETS), (1 << 24, 1 << 20)):
+        if held is None or offload == "nvme":
+            one = replace(
+                ASKED, offload_param=offload, parameter_budget=held, gradient_budget=gradients, bucket_numel=bucket
+            )
+            if make_plan(SEVEN, one, resources, RATES).fits:
+                fitting.append(seconds_beside_update(SEVEN, one, RATES, on_gpu=True))
+    assert plan.fits
+    assert seconds_beside_update(SEVEN, plan.training, RATES, on_gpu=True) == min(fitting)
+
+
+def test_explicit_settings_win() -> None:
+    """What is not open is never changed, though something else would fit; a smaller state only if it is allowed."""
+    small = replace(DESKTOP, host_memory=12 * GB, gpu_memory=12 * GB)
+    assert choose(SEVEN, ASKED, small, RATES, Open()).fits
+    closed = choose(SEVEN, ASKED, small, RATES, Open(offload_param=False))
+    assert not closed.fits and closed.training.offload_param == "none"
+    given = replace(ASKED, offload_param="nvme", gradient_budget=3 * GB, parameter_budget=2 * GB)
+    nothing = Open(
+        offload_param=False, parameter_budget=False, gradient_budget=False, cache_bytes=False, bucket_numel=False
+    )
+    plan = choose(SEVEN, given, small, RATES, nothing)
+    assert plan.fits and plan.training == given
+    narrow = replace(DESKTOP, disk=150 * GB)
+    assert not choose(SEVEN, ASKED, narrow, RATES, Open()).fits
+    plan = choose(SEVEN, ASKED, narrow, RATES, Open(state_formats=("bf16", "int8")))
+    assert plan.fits and plan.training.state_format == "bf16"
+    assert choose(SEVEN, ASKED, DESKTOP, RATES, Open(state_formats=("int8",))).training.state_format == "fp32"
+
+
+def test_formats_that_do_not_exist_for_the_training_are_passed_over() -> None:
+    """RMSprop has its state in fp32 alone, and masters with a remainder need parameters in bf16; the table says so."""
+    small, open_ = replace(DESKTOP, disk=150 * GB), Open(state_formats=("int8_remainder", "bf16"))
+    asked = replace(ASKED, optimizer="RMSprop")
+    plan = choose(SEVEN, asked, small, RATES, open_)
+    assert not plan.fits and plan.training.state_format == "fp32"
+    words = plan_in_words(SEVEN, asked, plan, small, open_=open_)
+    assert "passed over for RMSprop in bf16-true: int8_remainder, bf16" in words
+    plan = choose(SEVEN, replace(ASKED, precision="16-true"), small, RATES, open_)
+    assert plan.fits and plan.training.state_format == "bf16"
+    assert "passed over" not in plan_in_words(SEVEN, ASKED, plan, small, open_=Open(state_formats=("bf16",)))
+
+
+def test_a_budget_of_parameters_puts_them_on_storage() -> None:
+    """Nothing else is tried where the budget is given and the place is open, and the table names the place."""
+    asked = replace(ASKED, offload_param="nvme", parameter_budget=2 * GB)
+    plan = choose(SEVEN, asked, DESKTOP, RATES, Open(parameter_budget=False))
+    assert plan.fits
+    assert (plan.training.offload_param, plan.training.parameter_budget) == ("nvme", 2 * GB)
+    words = plan_in_words(SEVEN, asked, plan, DESKTOP, open_=Open(parameter_budget=False))
+    assert "offload_param device             nvme" in words and "parameter_bytes" not in words
+
+
+def test_memory_that_is_left_keeps_state() -> None:
+    """A quarter of it stays free; the need says how much state is there, and the step reads less."""
+    plan = choose(SEVEN, ASKED, replace(DESKTOP, host_memory=90 * GB, gpu_memory=80 * GB), RATES, Open())
+    host = {need.phase: need for need in plan.needs if need.place is Place.HOST}
+    assert 0 < plan.training.cache_bytes < state_bytes(SEVEN, plan.training)
+    assert host["training"].owners["state in memory"] == plan.training.cache_bytes
+    assert 60 * GB < host["saving"].total <= 90 * GB * 3 // 4
+    without = replace(plan.training, cache_bytes=0)
+    fast, slow = (pace(SEVEN, one, RATES, on_gpu=True) for one in (plan.training, without))
+    assert fast is not None and slow is not None
+    assert fast.update.high < slow.update.high and fast.written_bytes == slow.written_bytes
+
+
+def test_without_passes_the_roomiest_that_fits_is_taken() -> None:
+    """The time of a step is unknown, and so are activations: parameters stay in memory as long as they fit."""
+    unknown = replace(SEVEN, passes=None)
+    rates = assumed_rates(on_gpu=False, cores=8)
+    on_cpu = replace(DESKTOP, gpu_memory=None, num_gpus=0)
+    asked = replace(ASKED, gradient_budget=None)
+    roomy = choose(unknown, asked, on_cpu, rates, Open(cache_bytes=False))
+    assert roomy.training == asked
+    tight = choose(unknown, asked, replace(on_cpu, host_memory=20 * GB), rates, Open(cache_bytes=False))
+    assert tight.training == replace(asked, gradient_budget=BUDGETS[0])
+
+
+def test_a_budget_of_parameters_bounds_what_is_in_memory() -> None:
+    """On a GPU it bounds what is gathered, and in host memory the partitions that are read."""
+    one = replace(ASKED, offload_param="nvme", parameter_budget=GB)
+    found = {(need.place, need.phase): need.owners for need in needs(SEVEN, one, on_gpu=True)}
+    assert found[Place.GPU, "training"]["gathered layers"] <= GB
+    in_flight = found[Place.HOST, "training"]["parameter buffers"] - GB
+    assert 8 << 20 < in_flight < 16 << 20  # by transfers of the update
+    on_cpu = {need.phase: need.owners for need in needs(SEVEN, replace(one, processes=2), on_gpu=False)}
+    assert on_cpu["training"]["parameter buffers"] == 2 * (GB + in_flight)
+    assert "gathered layers" not in on_cpu["training"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.devices.smartssd import device
-from lightning_smartinfinity.native import TransferSchedule
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.pipeline.gradients import compressed_gradients
 from lightning_smartinfinity.planning.simulator import handler
@@ -26,11 +25,10 @@ from lightning_smartinfinity.planning.simulator.handler import (
     SimulatedBatch,
     tasklets_of_device,
     update_on_cards,
-    update_on_host,
 )
 from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.planning.simulator.step import Overlap, System, simulate_step
-from lightning_smartinfinity.planning.simulator.virtual_time import Path, Pool, Process, Resource, Simulation
+from lightning_smartinfinity.planning.simulator.virtual_time import Path, Process, Resource, Simulation
 from lightning_smartinfinity.planning.simulator.wiring import connect
 from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS, Workload
 from lightning_smartinfinity.settings import BlockScaled, TopK
@@ -58,47 +56,6 @@ def on_cards(simulation: Simulation, of: Workload, route: Route, **figures: floa
     (lane,), host = connect(machine(**figures), 1)  # type: ignore[arg-type]
     tasklets = tasklets_of_device(of.card_layout(2), 0)
     return update_on_cards(simulation, lane, host, tasklets, workload=of, route=route, depth=64)
-
-
-@pytest.mark.parametrize("num_buffers", [2, 3, 5, 16])
-@pytest.mark.parametrize("route", Route)
-def test_actions_start_in_the_order_of_the_machine(
-    monkeypatch: pytest.MonkeyPatch, num_buffers: int, route: Route
-) -> None:
-    """A second state machine that gets the same completions in order starts the same actions."""
-    events: list[tuple[str, str, int]] = []
-
-    class Watched:
-        def __init__(self, *arguments: int, **stages: bool) -> None:
-            self.schedule = TransferSchedule(*arguments, **stages)
-
-        def next(self) -> list[tuple[str, int, int]]:
-            actions = self.schedule.next()
-            events.extend(("start", action, tasklet) for action, tasklet, _ in actions)
-            return actions
-
-        def done(self, action: str, tasklet: int) -> None:
-            events.append(("end", action, tasklet))
-            self.schedule.done(action, tasklet)
-
-        @property
-        def finished(self) -> bool:
-            return self.schedule.finished
-
-    monkeypatch.setattr("lightning_smartinfinity.planning.simulator.handler.TransferSchedule", Watched)
-    simulation = Simulation()
-    batch = on_cards(simulation, workload(num_buffers=num_buffers), route)
-    simulation.run()
-    assert batch.finished.happened
-    replayed: list[tuple[str, str, int]] = []
-    other = TransferSchedule(len(batch.parameters_out), num_buffers, reads=True, writes=True)
-    for kind, action, tasklet in [("begin", "", 0), *(event for event in events if event[0] == "end")]:
-        if kind == "end":
-            replayed.append((kind, action, tasklet))
-            other.done(action, tasklet)
-        replayed.extend(("start", started, of) for started, of, _ in other.next())
-    assert events == replayed
-    assert [(action, tasklet) for kind, action, tasklet in events if kind == "start"] == batch.started
 
 
 def test_buffers_bound_what_is_under_way() -> None:
@@ -203,15 +160,9 @@ def test_the_host_moves_extents(state_format: str, parameter_bytes: int) -> None
 
 def test_the_host_uses_all_devices() -> None:
     """Two devices take half the seconds of one if the channel and the CPU have room."""
-    seconds = []
-    for num_devices in (1, 2):
-        simulation = Simulation()
-        wide = machine(num_devices=num_devices, channel=1e12)
-        lanes, host = connect(wide, num_devices)
-        of = workload(tasklet_bytes=None)
-        update_on_host(simulation, lanes, host, of.host_layout(num_devices), workload=of, depth=4)
-        seconds.append(simulation.run())
-    assert seconds[0] / seconds[1] == pytest.approx(2, rel=0.05)
+    of = workload(tasklet_bytes=None)
+    one, two = (simulate_step(machine(num_devices=n, channel=1e12), of, System.HOST).update for n in (1, 2))
+    assert one / two == pytest.approx(2, rel=0.05)
 
 
 @pytest.mark.parametrize(("system", "duplex"), [*product((System.CARDS, System.HOST), (False, True))])
@@ -242,27 +193,19 @@ def test_threads_are_those_of_the_device() -> None:
 @pytest.mark.parametrize("system", System)
 def test_large_models_have_larger_tasklets(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
     """The number of simulated operations is bounded for any size, and a step takes about the time of exact tasklets."""
-    begun = 0
-    work = Simulation.work
-
-    def counting(*arguments: Any) -> Any:
-        nonlocal begun
-        begun += 1
-        return work(*arguments)
-
-    monkeypatch.setattr(Simulation, "work", counting)
-    of = workload(numel=6 * 10**9, tasklet_bytes=None)
-    exact, cut = simulate_step(machine(num_devices=1), of, system).step, begun
+    figures, few, many = machine(num_devices=1), 6 * 10**9, 10**12
+    exact = simulate_step(figures, workload(numel=few, tasklet_bytes=None), system).step
     for module in ("workload", "systems"):
         monkeypatch.setattr(f"lightning_smartinfinity.planning.simulator.{module}.ENOUGH_TASKLETS", 50)
-    for numel in (6 * 10**9, 10**12):
-        begun = 0
-        step = simulate_step(machine(num_devices=1), workload(numel=numel, tasklet_bytes=None), system).step
-        assert begun < 50 * 8 + 40
-        assert step / numel == pytest.approx(exact / of.numel, rel=0.04)
-    assert begun < cut
-    # Up to 4096 tasklets per card are those of training.
-    monkeypatch.undo()
+    for numel in (few, many):
+        with mock.patch.object(Simulation, "work", autospec=True, side_effect=Simulation.work) as work:
+            step = simulate_step(figures, workload(numel=numel, tasklet_bytes=None), system).step
+        assert work.call_count < 50 * 8 + 40
+        assert step / numel == pytest.approx(exact / few, rel=0.04)
+
+
+def test_up_to_4096_tasklets_are_those_of_training() -> None:
+    """A card's layout is simulated as it is until then; beyond, tasklets become larger."""
     for numel in (10**9, 20 * 10**9):
         of = workload(numel=numel, tasklet_bytes=None)
         assert of.simulated_card_layout(1) == of.card_layout(1)
@@ -328,18 +271,3 @@ def test_a_busy_resource_is_never_idle(units: list[float], copies: int) -> None:
     """However many share a resource, the last ends after the total time of the work."""
     disk = Path(((Resource("disk", copies), 0.5),))
     assert max(ends_of([(0, disk, each) for each in units])) == pytest.approx(0.5 * copies * sum(units))
-
-
-def test_a_pool_works_in_order() -> None:
-    """Two threads take three jobs, and the third begins when the first of the others ends."""
-    simulation = Simulation()
-    pool, ends = Pool(simulation, 2), []
-
-    def job(name: str, seconds: float) -> Process:
-        yield simulation.work(Path(((Resource(name), 1.0),)), seconds)
-        ends.append((name, simulation.now))
-
-    for name, seconds in (("a", 3), ("b", 1), ("c", 1)):
-        pool.push(job(name, seconds))
-    assert simulation.run() == 3
-    assert ends == [("b", 1), ("c", 2), ("a", 3)]

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from lightning_smartinfinity.planning.choice import Plan, Resources, alternatives, make_plan
-from lightning_smartinfinity.planning.model import ModelFigures, llama_shape
+from lightning_smartinfinity.planning.model import ModelFigures
 from lightning_smartinfinity.planning.needs import Place, needs
 from lightning_smartinfinity.planning.pace import Range, assumed_rates, pace
 from lightning_smartinfinity.planning.training import Training
+from tests.planning.test_choice import llama
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -29,19 +30,7 @@ RATES = replace(
 TRAINING = Training(seq=2048, checkpointing=True, build="configure_model", precision="bf16-true", processes=8)
 
 
-def llama(numel: float) -> ModelFigures:
-    shape = llama_shape(round(numel))
-    sizes = shape.sizes()
-    return ModelFigures(
-        name=f"{numel / 1e9:g}B",
-        trained=sizes,
-        num_layers=shape.layers,
-        largest_module=max(sizes),
-        passes=shape.passes(batch=1, seq=2048),
-    )
-
-
-MODELS = [llama(8e9), llama(70e9), llama(405e9)]
+MODELS = [llama(8, seq=2048), llama(70, seq=2048), llama(405, seq=2048)]
 
 
 def plan_of(model: ModelFigures, nodes: int) -> Plan:

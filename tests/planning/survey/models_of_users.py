@@ -44,11 +44,6 @@ class Loading(pl.LightningModule):
         self.model.gradient_checkpointing_enable()
 
 
-class RaisesValueError(nn.Module):
-    def __init__(self) -> None:
-        raise ValueError
-
-
 class Exits(nn.Module):
     def __init__(self) -> None:
         sys.exit(7)

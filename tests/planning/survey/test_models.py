@@ -135,7 +135,7 @@ def test_a_model_that_fake_tensors_cannot_build_has_no_passes(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *((name, f"{name} cannot be built") for name in ("RaisesValueError", "Exits", "UsesACard", "ReadsValues")),
+        *((name, f"{name} cannot be built") for name in ("Exits", "UsesACard", "ReadsValues")),
         ("Needy", "--init-args"),
     ],
 )
@@ -185,10 +185,11 @@ def numel_of(module: nn.Module) -> int:
 
 
 class Appending(pl.LightningModule):
-    """Builds into a list that is there, unless that was done."""
+    """Has a parameter, and builds into a list that is there, unless that was done."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
         self.layers = nn.ModuleList()
         self.log_of_calls: list[str] = []
 
@@ -211,22 +212,13 @@ class Nesting(pl.LightningModule):
         self.inner.configure_model()
 
 
-class Growing(Appending):
-    """Has a parameter before it is built."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-
-@pytest.mark.parametrize(("make", "numel"), [(Appending, 216), (Nesting, 216), (Growing, 217)])
-def test_the_module_does_not_change(make: type[Any], numel: int) -> None:
+def test_the_module_does_not_change() -> None:
     """Neither it nor a module inside has parameters, buffers or entries of lists that it had not before."""
-    module = make()
+    module = Nesting()
+    inner = module.inner
     random.seed(1)
     np.random.seed(1)
-    assert numel_of(module) == numel
-    inner = module.inner if make is Nesting else module
+    assert numel_of(module) == 217
     assert (len(inner.layers), inner.log_of_calls) == (0, [])
     assert not hasattr(inner, "mask")
     assert not any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *module.buffers()))
@@ -234,7 +226,7 @@ def test_the_module_does_not_change(make: type[Any], numel: int) -> None:
     random.seed(1)
     np.random.seed(1)
     assert inner.drawn == (random.random(), float(np.random.rand()))
-    assert sum(param.numel() for param in module.parameters()) == numel_of(module) == numel
+    assert sum(param.numel() for param in module.parameters()) == numel_of(module) == 217
 
 
 def test_a_module_that_trains_nothing() -> None:

@@ -56,17 +56,6 @@ def test_a_measurement_that_was_killed(tmp_path: Path, monkeypatch: pytest.Monke
     assert job.name.startswith("measure-") and job.in_use
 
 
-def test_the_model_in_a_module_is_measured(tmp_path: Path, small_drive: None) -> None:
-    """Passes of a module are those of the only model of transformers in it; without one they stay unmeasured."""
-    rates = assumed_rates(on_gpu=False, cores=2)
-    for name, has_passes in {"WithTransformer": True, "Plain": False}.items():
-        source = find_source(f"tests.planning.survey.models_of_users:{name}")
-        model = survey_model(source, batch=1, seq=16)
-        measured = measure_rates(source, model, TRAINING, rates, storage=tmp_path, device="cpu")
-        assert measured.flops.measured is measured.backward_flops.measured is has_passes
-        assert measured.drive_read.measured
-
-
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     """The remedy names the option, and a drive without room is no crash."""
     (tmp_path / "file").touch()
