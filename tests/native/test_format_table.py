@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
+
 from lightning_smartinfinity.native import BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES, DType
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.pipeline.rules import rule_for
 
 DOCS = Path(__file__).parents[2] / "docs"
-# Number; bytes per element of Adam in each region; bytes per block; type of the parameter in the first region.
+# Number; bytes per element of Adam in each region; type of the parameter in the first region.
 ON_STORAGE = {
-    "fp32": (0, (4, 4, 4), 0, DType.FLOAT32),
-    "bf16": (1, (4, 2, 2), 0, DType.FLOAT32),
-    "int8": (2, (4, 1, 1), 2, DType.FLOAT32),
-    "int8_remainder": (3, (2, 2, 1, 1), 2, DType.BFLOAT16),
+    "fp32": (0, (4, 4, 4), DType.FLOAT32),
+    "bf16": (1, (4, 2, 2), DType.FLOAT32),
+    "int8": (2, (4, 1, 1), DType.FLOAT32),
+    "int8_remainder": (3, (2, 2, 1, 1), DType.BFLOAT16),
 }
 
 
@@ -29,9 +32,15 @@ def rows_of(page: str, *, columns: int) -> dict[str, list[str]]:
 def test_numbers_names_and_regions_are_those_on_storage() -> None:
     """Formats keep their numbers, names and region sizes, so that existing stores can be read."""
     found = {name: (form.number, form.item_bytes(3), form.parameter_dtype) for name, form in STATE_FORMATS.items()}
-    assert found == {name: (number, items, dtype) for name, (number, items, _, dtype) in ON_STORAGE.items()}
-    assert list(STATE_FORMATS) == list(ON_STORAGE)
+    assert found == ON_STORAGE and list(found) == list(ON_STORAGE)
     assert (BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES) == (4096, 256, 128)
+
+
+def test_other_rules_than_adam_have_fp32_only() -> None:
+    """Adam has all formats. The others would round what other rules need."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    assert rule_for(torch.optim.AdamW([parameter])).state_formats == tuple(ON_STORAGE)
+    assert rule_for(torch.optim.SGD([parameter])).state_formats == ("fp32",)
 
 
 def test_storage_page_tabulates_the_regions() -> None:
