@@ -60,7 +60,8 @@ def test_an_interrupt_ends_the_wait_and_stop_the_batch(tmp_path: Path) -> None:
         assert parameter[-1] == UNTOUCHED
         seen = parameter.copy()
         assert state.pipeline.finish() is None, "a stopped batch is over"
-        inject(state.pipeline)
+        state.pipeline.close()
+        state.pipeline = state.open_pipeline()  # without delays
         assert_same(state.read(), arrays)
         np.testing.assert_array_equal(parameter, seen)
 

@@ -201,89 +201,6 @@ def test_sigterm_ends_a_process_without_a_handler_of_its_own_and_the_other_ranks
         assert f"smart_infinity, rank {rank}: rank 1 on south received SIGTERM.\n" in done.stderr
 
 
-def test_sigterm_is_heard_beside_a_handler() -> None:
-    """The handler runs, and the process goes on as long as its patience and that of the others lasts."""
-    done = ranks("""
-        if rank == 1:
-            heard = []
-            signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
-            watch.hear_sigterm()
-            os.kill(os.getpid(), signal.SIGTERM)
-            watch.agree()
-            time.sleep(0.5)
-            print(heard, flush=True)
-            watch.end_training()
-            sys.exit()
-        while watch.report().asked is None:
-            time.sleep(0.01)
-        watch.agree()
-        os.waitpid(child, 0)
-        watch.close()
-    """)
-    assert (done.returncode, done.stdout) == (0, "[1]\n"), done.stderr
-
-
-def test_all_ranks_stopped_alike_go_on() -> None:
-    """A pause of the machine, which is longer than silence may last, ends no rank."""
-    done = ranks(
-        """
-        if rank == 1:
-            time.sleep(3)
-            print(watch.report().lost, flush=True)
-            watch.close()
-            sys.exit()
-        pause = f"sleep 0.5; kill -STOP {os.getpid()} {child}; sleep 2; kill -CONT {os.getpid()}; kill -CONT {child}"
-        os.system(f"({pause}) &")
-        time.sleep(3)
-        print(watch.report().lost, flush=True)
-        os.waitpid(child, 0)
-        watch.close()
-    """,
-        silence=1,
-    )
-    assert (done.returncode, done.stdout) == (0, "None\nNone\n"), done.stderr
-
-
-def test_a_stderr_that_nobody_reads() -> None:
-    """Its full pipe delays no word to the other ranks, no Python and no end."""
-    done = ranks("""
-        if rank == 1:
-            time.sleep(0.3)
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.dup2(os.pipe()[1], 2)
-        os.set_blocking(2, False)
-        try:
-            while True:
-                os.write(2, b"x" * 4096)
-        except BlockingIOError:
-            os.set_blocking(2, True)
-        while watch.report().lost is None:
-            time.sleep(0.01)
-        print(watch.report().lost.rank, flush=True)
-        time.sleep(1000)
-    """)
-    assert (done.returncode, done.stdout) == (RANK_LOST_STATUS, "1\n"), done.stderr
-
-
-def test_sigterm_out_of_a_training() -> None:
-    """The handler that is there hears it. The next training does not end by it."""
-    done = ranks("""
-        if rank == 1:
-            time.sleep(1000)
-        watch.end_training()
-        heard = []
-        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
-        watch.hear_sigterm()
-        os.kill(os.getpid(), signal.SIGTERM)
-        watch.wait(0.5)
-        watch.begin_training()
-        print(heard, watch.report().asked, flush=True)
-        os.kill(child, signal.SIGKILL)
-        time.sleep(1000)
-    """)
-    assert (done.returncode, done.stdout) == (RANK_LOST_STATUS, "[1] None\n"), done.stderr
-
-
 def test_sigterm_for_a_training_that_is_over(watches: list[RankWatch]) -> None:
     """A rank that was told after its own end of the training does not end the next one by it."""
     watches[0].end_training()
@@ -300,17 +217,17 @@ def test_sigterm_in_what_takes_longer_than_the_patience(takes_time: str) -> None
         if rank == 1:
             watch.end_training()
             time.sleep(1000)
-        time.sleep(0.5)
+        time.sleep(0.3)
         signal.signal(signal.SIGTERM, lambda *_: None)
         watch.hear_sigterm()
         if {takes_time!r} == "a checkpoint":
             watch.begin_saving()
         else:
             watch.note_batch()
-            time.sleep(1)
+            time.sleep(0.6)
             watch.note_batch()
         os.kill(os.getpid(), signal.SIGTERM)
-        until = time.monotonic() + 1
+        until = time.monotonic() + 0.6
         while time.monotonic() < until:
             time.sleep(0.01)
         print("done", flush=True)
@@ -323,9 +240,94 @@ def test_sigterm_in_what_takes_longer_than_the_patience(takes_time: str) -> None
     assert "ends now, because rank 0 on north received SIGTERM" in done.stderr
 
 
-def test_sigterm_in_the_farewell_of_a_watch() -> None:
-    """It ends a process without a handler although nobody listens any more. The farewell waits for a stopped rank."""
-    done = ranks("""
+SCENARIOS: dict[str, tuple[str, float, int, str]] = {
+    # The handler runs, and the process goes on as long as its patience and that of the others lasts.
+    "SIGTERM beside a handler": (
+        """
+        if rank == 1:
+            heard = []
+            signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+            watch.hear_sigterm()
+            os.kill(os.getpid(), signal.SIGTERM)
+            watch.agree()
+            time.sleep(0.5)
+            print(heard, flush=True)
+            watch.end_training()
+            sys.exit()
+        while watch.report().asked is None:
+            time.sleep(0.01)
+        watch.agree()
+        os.waitpid(child, 0)
+        watch.close()
+        """,
+        NEVER,
+        0,
+        "[1]\n",
+    ),
+    # A pause of the machine, which is longer than silence may last, ends no rank.
+    "all ranks stopped alike": (
+        """
+        if rank == 1:
+            time.sleep(3)
+            print(watch.report().lost, flush=True)
+            watch.close()
+            sys.exit()
+        pause = f"sleep 0.5; kill -STOP {os.getpid()} {child}; sleep 2; kill -CONT {os.getpid()}; kill -CONT {child}"
+        os.system(f"({pause}) &")
+        time.sleep(3)
+        print(watch.report().lost, flush=True)
+        os.waitpid(child, 0)
+        watch.close()
+        """,
+        1,
+        0,
+        "None\nNone\n",
+    ),
+    # Its full pipe delays no word to the other ranks, no Python and no end.
+    "a stderr that nobody reads": (
+        """
+        if rank == 1:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.dup2(os.pipe()[1], 2)
+        os.set_blocking(2, False)
+        try:
+            while True:
+                os.write(2, b"x" * 4096)
+        except BlockingIOError:
+            os.set_blocking(2, True)
+        while watch.report().lost is None:
+            time.sleep(0.01)
+        print(watch.report().lost.rank, flush=True)
+        time.sleep(1000)
+        """,
+        NEVER,
+        RANK_LOST_STATUS,
+        "1\n",
+    ),
+    # The handler that is there hears it. The next training does not end by it.
+    "SIGTERM out of a training": (
+        """
+        if rank == 1:
+            time.sleep(1000)
+        watch.end_training()
+        heard = []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        watch.hear_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        watch.wait(0.5)
+        watch.begin_training()
+        print(heard, watch.report().asked, flush=True)
+        os.kill(child, signal.SIGKILL)
+        time.sleep(1000)
+        """,
+        NEVER,
+        RANK_LOST_STATUS,
+        "[1] None\n",
+    ),
+    # It ends a process without a handler although nobody listens any more. The farewell waits for a stopped rank.
+    "SIGTERM in the farewell of a watch": (
+        """
         import threading
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -337,5 +339,18 @@ def test_sigterm_in_the_farewell_of_a_watch() -> None:
         watch.close()
         print("still here", flush=True)
         time.sleep(1)
-    """)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
+        """,
+        NEVER,
+        -signal.SIGTERM,
+        "",
+    ),
+}
+"""What two ranks do, the silence that they endure, and the status and the output of rank 0."""
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_two_ranks(scenario: str) -> None:
+    """Rank 0 goes on, or ends as it should."""
+    code, silence, status, output = SCENARIOS[scenario]
+    done = ranks(code, silence=silence)
+    assert (done.returncode, done.stdout) == (status, output), done.stderr
