@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,9 +29,23 @@ from tests.helpers.processes import run_module
 from tests.helpers.ranks import on_ranks
 from tests.helpers.waiting import await_that, lenient
 from tests.huggingface.test_trainer import same
-from tests.huggingface.trained import arguments, dataset, load, train
+from tests.huggingface.trained import Outcome, arguments, dataset, load, train
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+DIE = ("tests.helpers.ranks", "tests.huggingface.test_kill", "die_in_training")
+
+
+def die_in_training(folder: Path, model: str, steps: str, method: str) -> None:
+    """Train, but let the process die when the Trainer calls this method of its own after this number of steps."""
+    original = getattr(transformers.Trainer, method)
+
+    def dying(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> Any:
+        if trainer.state.global_step == int(steps):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(trainer, *args, **kwargs)
+
+    with mock.patch.object(transformers.Trainer, method, dying):
+        train(Path(model), folder, **SAVING)
 
 
 def checkpoint(folder: Path, state: str | None = "{}", *, engine: bool = True) -> str:
@@ -41,6 +56,13 @@ def checkpoint(folder: Path, state: str | None = "{}", *, engine: bool = True) -
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """Return the folder and the outcome of a training that was not killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(model_folder, folder, **SAVING)
+
+
 @pytest.mark.parametrize(
     ("steps", "method", "passed_over"),
     long_but(
@@ -49,28 +71,35 @@ def checkpoint(folder: Path, state: str | None = "{}", *, engine: bool = True) -
     ),
 )
 def test_a_killed_training_resumes_to_the_same_bits(
-    steps: int, method: str, passed_over: int | None, model_folder: Path, tmp_path: Path, attack: Attack
+    steps: int,
+    method: str,
+    passed_over: int | None,
+    whole: tuple[Path, Outcome],
+    model_folder: Path,
+    tmp_path: Path,
+    attack: Attack,
 ) -> None:
     """After a SIGKILL in a step or within a save, it goes on in the same output folder from what was saved whole."""
     attack("kill within a step or a save of transformers' Trainer", tries=1, outcome="it resumes to the same bits")
-    whole = train(model_folder, tmp_path / "whole", **SAVING)
-    done = run_module("tests.huggingface.killed_worker", model_folder, tmp_path / "killed", str(steps), method)
-    assert done.returncode != 0
+    _, straight = whole
+    assert run_module(*DIE, tmp_path / "killed", model_folder, str(steps), method).returncode != 0
     assert sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumed = train(model_folder, tmp_path / "killed", resume=True, **SAVING)
     told = [str(warning.message) for warning in caught if "passed over" in str(warning.message)]
     assert [f"checkpoint-{passed_over} is passed over" in message for message in told] == [True] * bool(passed_over)
-    assert resumed.losses == whole.losses[2 if passed_over else 4 :]
-    assert same(resumed.weights, whole.weights)
+    assert resumed.losses == straight.losses[2 if passed_over else 4 :]
+    assert same(resumed.weights, straight.weights)
 
 
-def test_a_checkpoint_that_is_written_again_is_incomplete_until_it_is_whole(model_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_written_again_is_incomplete_until_it_is_whole(
+    whole: tuple[Path, Outcome], model_folder: Path, tmp_path: Path
+) -> None:
     """A second training in the same folder is killed while it replaces a checkpoint: its files do not mix."""
-    train(model_folder, tmp_path, **SAVING)
-    shutil.rmtree(tmp_path / "checkpoint-6")
-    run_module("tests.huggingface.killed_worker", model_folder, tmp_path, "4", "_save_rng_state")
+    for number in (2, 4):
+        shutil.copytree(whole[0] / f"checkpoint-{number}", tmp_path / f"checkpoint-{number}")
+    assert run_module(*DIE, tmp_path, model_folder, "4", "_save_rng_state").returncode != 0
     with pytest.raises(CheckpointError, match=r"checkpoint-4'?: its save was not completed"):
         checkpoint_to_resume(str(tmp_path / "checkpoint-4"), str(tmp_path), warn=True)
 

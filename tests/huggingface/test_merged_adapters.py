@@ -21,21 +21,10 @@ IDS = dataset()[0]["input_ids"][None]
 PARTITIONED = {"zero": {"stage3_param_persistence_threshold": 0}}
 
 
-def merged(model: Any) -> Any:
-    model.merge_adapter()
-    return model
-
-
 def merged_twice(model: Any) -> Any:
     model.merge_adapter(safe_merge=True)
     model.unmerge_adapter()
     model.merge_adapter()
-    return model
-
-
-def unmerged(model: Any) -> Any:
-    model.merge_adapter()
-    model.unmerge_adapter()
     return model
 
 
@@ -75,14 +64,10 @@ def outcome(
 @pytest.mark.parametrize(
     ("change", "train", "gathered"),
     [
-        (unloaded, True, False),
         (unloaded, True, True),
         (unloaded, False, False),
-        (merged, True, False),
         (merged_twice, True, False),
-        (unmerged, True, False),
         (combined, True, False),
-        (combined, True, True),
     ],
 )
 def test_a_merge_is_that_in_memory(

@@ -56,18 +56,6 @@ class Adversarial(Plain):
         return loss
 
 
-class Writing(Plain):
-    """Writes weights before the step."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self.embedding.data.mul_(0.5)
-        with torch.no_grad():
-            self.model.lm_head.weight.add_(0.01)
-        self.see_weights()
-        return loss
-
-
 class Dropping(Plain):
     """Drops the gradients of a window."""
 
@@ -99,11 +87,7 @@ def watch(trainer: Plain, *, before: bool = False, factor: float = 1.0) -> None:
     ("kind", "accumulate", "clip", "watched"),
     [
         (Reading, 2, 0.1, {"before": True}),
-        (Reading, 1, 0.0, {}),
         (Adversarial, 1, 0.1, {"before": True, "factor": 3.0}),
-        (Adversarial, 2, 0.1, {"before": True}),
-        (Writing, 1, 0.0, {}),
-        (Writing, 2, 0.1, {"before": True}),
         (Dropping, 1, 0.1, {"before": True, "factor": 3.0}),
     ],
 )

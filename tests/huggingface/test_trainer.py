@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from lightning_smartinfinity.planning import needs as plan_needs
 from lightning_smartinfinity.planning.needs import Place, needs
 from lightning_smartinfinity.planning.survey.models import find_source, survey_model
 from lightning_smartinfinity.planning.training import Training
+from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import FoundCheckpoint
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from tests.helpers.long_cases import long_but
 from tests.helpers.offloaded import EVERYTHING
-from tests.helpers.resharding import as_of_another_number
 from tests.huggingface.trained import (
     LENGTH,
     STEPS,
@@ -65,7 +64,7 @@ def test_accumulated_it_trains_like_the_lightning_route(
     mixed = precision == "bf16-mixed"
     ours = train(model_folder, tmp_path / "trainer", max_grad_norm=1.0, gradient_accumulation_steps=2, bf16=mixed)
     losses, _ = train_in_lightning(model_folder, tmp_path / "lightning", precision=precision, accumulate=2)
-    assert len(ours.norms) == STEPS // 2
+    assert ours.trainer.state.global_step == STEPS // 2
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(losses), atol=1e-6, rtol=0)
 
 
@@ -104,26 +103,6 @@ def test_by_transformers_own_loss_with_shuffled_batches(model_folder: Path, tmp_
     assert resumed == whole
 
 
-def test_a_model_from_pretrained_is_partitioned_as_it_is_loaded(model_folder: Path, tmp_path: Path) -> None:
-    """Once the arguments exist, no whole model is built."""
-    with SmartInfinityTraining() as training:
-        args = arguments(tmp_path, training.config)
-        model = load(model_folder)
-        assert args.deepspeed and all(param.ds_status.name == "NOT_AVAILABLE" for param in model.parameters())
-
-
-def test_a_budget_of_parameters(model_folder: Path, tmp_path: Path) -> None:
-    """Parameters on storage with a budget change no bit, and a budget that is too little says what would do."""
-    zero = {"offload_param": {"device": "nvme"}}
-    in_memory = straight(model_folder)
-    with pytest.raises(ConfigError, match=r"parameter_bytes=4096\) is too little .*takes \d+ bytes") as caught:
-        train(model_folder, tmp_path / "little", strategy={"zero": zero, "transfer": {"parameter_bytes": 4096}})
-    least = int(caught.value.remedy.removeprefix("Pass at least ").removesuffix("."))
-    budgeted = train(model_folder, tmp_path / "s", strategy={"zero": zero, "transfer": {"parameter_bytes": least}})
-    assert budgeted.losses == in_memory.losses
-    assert same(budgeted.weights, in_memory.weights)
-
-
 def test_activations_on_storage(model_folder: Path, tmp_path: Path) -> None:
     """They change no bit, with accumulation and the model's own checkpoints."""
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
@@ -139,25 +118,6 @@ def test_activations_on_storage(model_folder: Path, tmp_path: Path) -> None:
     stored = train(model_folder, tmp_path / "storage", strategy={"activations": EVERYTHING}, before=count, **settings)
     assert stored.losses == in_memory.losses and same(stored.weights, in_memory.weights)
     assert moved[-1] > moved[0] > 0
-
-
-def test_a_resumed_training_equals_one_that_never_stopped(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From a checkpoint in the middle, the remaining losses and the weights are equal bit for bit.
-
-    So they are if it is loaded like one of another number of processes.
-    """
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
-    whole = train(model_folder, tmp_path / "whole", **settings)
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "copy" / "checkpoint-2")
-    resumed = train(model_folder, tmp_path / "copy", resume=True, **settings)
-    assert resumed.losses == whole.losses[2:]
-    assert same(resumed.weights, whole.weights)
-    as_of_another_number(monkeypatch)
-    resharded = train(model_folder, tmp_path / "resharded", resume=tmp_path / "whole" / "checkpoint-2", **settings)
-    assert resharded.losses == whole.losses[2:]
-    assert same(resharded.weights, whole.weights)
 
 
 def test_a_saved_model_is_written_by_windows_and_loads_by_transformers_alone(
@@ -198,13 +158,16 @@ def test_the_best_model_is_loaded_at_the_end(model_folder: Path, tmp_path: Path)
 
 
 def test_evaluation_before_and_after_training(model_folder: Path, tmp_path: Path) -> None:
-    """A Trainer that has evaluated trains all the same, evaluates what it has trained, and generates with it."""
+    """A Trainer that has evaluated trains all the same, evaluates what it has trained, and generates with it.
+
+    The model is partitioned as it is loaded: no whole model is built once the arguments exist.
+    """
     losses = []
     with SmartInfinityTraining() as training:
         args = arguments(tmp_path, training.config)
-        trainer = transformers.Trainer(
-            model=load(model_folder), args=args, train_dataset=dataset(), eval_dataset=dataset()
-        )
+        model = load(model_folder)
+        assert all(param.ds_status.name == "NOT_AVAILABLE" for param in model.parameters())
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=dataset(), eval_dataset=dataset())
         losses.append(trainer.evaluate()["eval_loss"])
         trainer.train()
         losses.append(trainer.evaluate()["eval_loss"])
@@ -239,7 +202,7 @@ def test_a_model_that_was_not_trained_is_saved_as_it_was_loaded(
     assert (tmp_path / "saved" / "training_args.bin").is_file()
 
 
-@pytest.mark.parametrize("given", ["passed", "scheduled", "assigned", "created"])
+@pytest.mark.parametrize("given", ["passed", "assigned", "created"])
 def test_the_optimizer_that_a_trainer_is_given(given: str, model_folder: Path, tmp_path: Path) -> None:
     """It trains as in memory, with its own schedule or that of the arguments; transformers would build another one."""
 
@@ -247,12 +210,11 @@ def test_the_optimizer_that_a_trainer_is_given(given: str, model_folder: Path, t
         model, loss = load(model_folder), Loss()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
-        passed = {"passed": (optimizer, None), "scheduled": (optimizer, scheduler)}
         trainer = transformers.Trainer(
             model=model,
             args=arguments(folder, config),
             train_dataset=dataset(),
-            optimizers=passed.get(given, (None, None)),
+            optimizers=(optimizer if given == "passed" else None, None),
             compute_loss_func=loss,
         )
         if given == "assigned":
@@ -293,7 +255,7 @@ def test_adapters_train_with_an_empty_group_and_resume(
 ) -> None:
     """LoRA leaves the group without decay empty. The checkpoint holds the adapters only; a resume is exact."""
     if resharded:
-        as_of_another_number(monkeypatch)
+        monkeypatch.setattr(FoundCheckpoint, "is_of_as_many", False)
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "wrap": adapters}
     whole = train(model_folder, tmp_path / "whole", **settings)
     model = whole.trainer.model
@@ -309,28 +271,16 @@ def test_adapters_train_with_an_empty_group_and_resume(
     assert files and max(files) < 100_000
 
 
-def test_adapters_added_to_a_model_are_gathered_without_it(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Saving a model that has taken adapters itself gathers the adapters, and the files hold them."""
+def test_adapters_added_to_a_model_are_saved_without_it(model_folder: Path, tmp_path: Path) -> None:
+    """The files of a model that has taken adapters itself hold the adapters."""
     import peft
-
-    gathered: list[set[str]] = []
-    gather = SmartInfinityEngine._zero3_consolidated_16bit_state_dict
-
-    def gathering(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        found = gather(engine, *args, **kwargs)
-        gathered.append(set(found))
-        return found
 
     def with_adapters(model: Any) -> Any:
         torch.manual_seed(0)
         model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
         return model
 
-    monkeypatch.setattr(SmartInfinityEngine, "_zero3_consolidated_16bit_state_dict", gathering)
     outcome = train(model_folder, tmp_path, wrap=with_adapters, save_strategy="steps", save_steps=STEPS)
-    assert gathered and all("lora_" in name for names in gathered for name in names)
     assert outcome.weights and all("lora_" in name for name in outcome.weights)
     assert any(value.abs().sum() > 0 for name, value in outcome.weights.items() if "lora_B" in name)
 
@@ -354,7 +304,7 @@ def test_the_update_begins_within_the_backward_that_a_step_follows(model_folder:
 
 
 def test_the_storage_lies_with_the_checkpoints_or_is_named_after_them(model_folder: Path, tmp_path: Path) -> None:
-    """Two trainings share a storage folder under the names of their output folders; nothing stays when they end."""
+    """Its folder is theirs, or in a folder that trainings share it has the output folder's name; nothing stays."""
     found: list[list[str]] = []
 
     def look(folder: Path) -> Any:
@@ -364,12 +314,10 @@ def test_the_storage_lies_with_the_checkpoints_or_is_named_after_them(model_fold
     train(model_folder, tmp_path / "a", before=look(tmp_path / "a" / "smart_infinity"), max_steps=1)
     assert found[0] == ["default"]
     assert not list((tmp_path / "a" / "smart_infinity").iterdir())
-    for name in ("b", "c"):
-        found.clear()
-        storage = tmp_path / "nvme"
-        train(model_folder, tmp_path / name, before=look(storage), strategy={"storage": storage}, max_steps=1)
-        assert len(found[0]) == 1 and found[0][0].startswith(f"{name}-")
-        assert not list(storage.iterdir())
+    storage = tmp_path / "nvme"
+    train(model_folder, tmp_path / "b", before=look(storage), strategy={"storage": storage}, max_steps=1)
+    assert len(found[1]) == 1 and found[1][0].startswith("b-")
+    assert not list(storage.iterdir())
 
 
 def test_a_model_that_was_loaded_before_the_arguments(model_folder: Path, tmp_path: Path) -> None:
@@ -416,16 +364,3 @@ def test_a_plan_is_made_before_the_model_is_loaded(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UnsupportedError, match="plans for one process"), SmartInfinityTraining(plan=plan):
         pass
-
-
-def test_a_trainer_that_defines_equality(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers are told apart by identity: a class that defines == has no hash."""
-
-    class Comparable(transformers.Trainer):  # type: ignore[misc]
-        def __eq__(self, other: object) -> bool:
-            raise AssertionError("== was called")
-
-        __hash__ = None
-
-    monkeypatch.setattr(transformers, "Trainer", Comparable)
-    assert len(train(model_folder, tmp_path, data=dataset(2)).losses) == 2

@@ -28,10 +28,6 @@ TEXTS = [{"text": prompt + good} for prompt, good, _ in ANSWERS]
 SAMPLED = {"max_completion_length": 5, "num_generations": 2, "beta": 0.1}
 
 
-def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [float(sum(ids) % 7) for ids in completion_ids]
-
-
 def lora() -> dict[str, Any]:
     import peft
 
@@ -42,15 +38,13 @@ def lora() -> dict[str, Any]:
 Case = tuple[str, list[dict[str, Any]], dict[str, Any], Callable[[Path], dict[str, Any]]]
 CASES: dict[str, Case] = {
     "SFT": ("SFT", TEXTS, {}, lambda _: {}),
-    "DPO": ("DPO", PAIRS, {}, lambda _: {}),
     "DPO, synchronised": ("DPO", PAIRS, {"sync_ref_model": True, "ref_model_sync_steps": 1}, lambda _: {}),
     "DPO with a reference": ("DPO", PAIRS, {}, lambda folder: {"ref_model": load(folder)}),
     "DPO with adapters": ("DPO", PAIRS, {}, lambda _: lora()),
     "DPO, precomputed": ("DPO", PAIRS, {"precompute_ref_log_probs": True}, lambda _: {}),
     "KTO": ("KTO", RATED, {}, lambda _: {}),
     "ORPO": ("ORPO", PAIRS, {}, lambda _: {}),
-    "GRPO": ("GRPO", PAIRS, SAMPLED, lambda _: {"reward_funcs": rewards}),
-    "GRPO with a reward model": ("GRPO", PAIRS, SAMPLED, lambda folder: {"reward_funcs": judge(folder)}),
+    "GRPO": ("GRPO", PAIRS, SAMPLED, lambda folder: {"reward_funcs": judge(folder)}),
     "Reward": ("Reward", PAIRS, {}, lambda _: {}),
 }
 

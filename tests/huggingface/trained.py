@@ -95,13 +95,11 @@ class Outcome:
 
     Attributes:
         losses: The loss of every micro-batch.
-        norms: The norm of the gradients in every step.
         trainer: The Trainer.
         weights: Weights by name, as saved for ``from_pretrained``.
     """
 
     losses: list[float]
-    norms: list[float]
     trainer: Any
     weights: dict[str, torch.Tensor]
 
@@ -143,8 +141,7 @@ def train(
         loss.values.clear()
         trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
         trainer.save_model(str(out / "saved"))
-    norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
-    return Outcome(loss.values, norms, trainer, weights_in(out / "saved"))
+    return Outcome(loss.values, trainer, weights_in(out / "saved"))
 
 
 @cache
