@@ -180,17 +180,6 @@ def test_after_close(tmp_path: Path) -> None:
             act()
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [({"storage": 3}, "3"), ({"stage": 2}, "'stage'"), ({"precision_plugin": None}, "precision_plugin")],
-)
-def test_unknown_settings_raise_in_the_constructor(settings: dict[str, Any], named: str) -> None:
-    """The constructor refuses unknown settings, as the Trainer's strategy does."""
-    with pytest.raises(ConfigError) as caught:
-        SmartInfinityFabricStrategy(**settings)
-    assert_helpful(caught.value, named)
-
-
 def test_precision_plugins() -> None:
     """Our plugin replaces DeepSpeed's, keeps its precision, and refuses other plugins."""
     for precision in ("bf16-true", "16-mixed"):
@@ -201,17 +190,3 @@ def test_precision_plugins() -> None:
         Fabric(strategy=SmartInfinityFabricStrategy(), accelerator="cpu", plugins=[MixedPrecision("bf16-mixed", "cpu")])
     with pytest.raises(ConfigError, match="64-true"):
         SmartInfinityFabricPrecision("64-true")  # type: ignore[arg-type]
-
-
-def test_an_optimizer_set_up_a_second_time(tmp_path: Path) -> None:
-    """The first set-up took its parameters. A complex parameter is refused before its imaginary part is lost."""
-    fabric, net = quiet_fabric(tmp_path, precision="bf16-true"), nn.Linear(8, 2)
-    optimizer = torch.optim.AdamW(net.parameters())
-    fabric.setup(net, optimizer)
-    fabric.strategy.close()
-    with pytest.raises(UnsupportedError) as caught:
-        fabric.setup(net, optimizer)
-    assert_helpful(caught.value, "AdamW", "earlier training")
-    net.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(UnsupportedError, match="'phase'"):
-        fabric.setup(net, torch.optim.AdamW(net.parameters()))
