@@ -1,12 +1,14 @@
-"""Checkpoints in DeepSpeed's own format and universal ones, by its converter or our command: an error names misfits.
+"""Checkpoints of one process and of two, in DeepSpeed's own format and universal ones: errors name misfits and damage.
 
-``test_resharding.py`` has the other optimizers and other numbers of processes, ``test_stock_checkpoint.py`` those that
-were made of stock's checkpoints.
+``test_resharding.py`` has other optimizers and numbers of processes, ``test_stock_checkpoint.py`` those that were made
+of stock's checkpoints.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import shutil
 import struct
 import zipfile
@@ -16,38 +18,37 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import UniversalFolder
+from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import convert, convert_by_command
 from tests.training.worker import Run, launch, train
 
 TINY = Recipe(groups=True, frozen=True, max_steps=2)
+Checkpoints = dict[str, Path]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an ordinary checkpoint of one process."""
-    folder = tmp_path_factory.mktemp("tiny")
-    train(Run(out=str(folder), recipe=TINY, save_after_fit=str(folder / "tiny.ckpt")))
-    return folder / "tiny.ckpt"
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Return those of one process and of two, and universal ones by DeepSpeed's converter and, with checksums, ours."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    one, two = folder / "one.ckpt", folder / "two.ckpt"
+    train(Run(out=str(folder), recipe=TINY, save_after_fit=str(one)))
+    launch(Run(out=str(folder / "two"), recipe=TINY, devices=2, save_after_fit=str(two)))
+    return {"one": one, "two": two, "universal": convert(one), "ours": convert_by_command(one, folder / "ours")}
 
 
-@pytest.fixture(scope="module")
-def tiny(saved: Path) -> Path:
-    """Return a universal checkpoint of one process, which DeepSpeed's converter wrote."""
-    return convert(saved)
-
-
-@pytest.fixture(scope="module")
-def made_by_us(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a universal checkpoint of one process, with checksums, which our command wrote."""
-    return convert_by_command(saved, tmp_path_factory.mktemp("ours") / "universal")
+def file_of(checkpoint: Path, rank: int = 0, kind: str = "optim") -> Path:
+    (file,) = checkpoint.rglob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
+    return file
 
 
 def cut_short(file: Path) -> None:
@@ -75,39 +76,100 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-MODEL_STATES = "zero_pp_rank_0_mp_rank_00_model_states.pt"
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a moment is missing": (lambda u: (u / "zero/model.norm.bias/exp_avg.pt").unlink(), r"norm\.bias/exp_avg\.pt"),
-    "a moment is cut short": (lambda u: cut_short(u / "zero/model.norm.bias/exp_avg_sq.pt"), "is damaged"),
-    "a master has too few elements": (lambda u: shorten(u / "zero/model.norm.bias/fp32.pt"), "does not hold 32 elem"),
-    "it was not converted to the end": (lambda u: (u / "zero/optimizer_state.pt").unlink(), r"optimizer_state\.pt"),
-    "it has no model states": (lambda u: (u / MODEL_STATES).unlink(), "model_states"),
-    "a bit of a master": (lambda u: flip(u / "zero/model.norm.bias/fp32.pt"), r"norm\.bias/fp32\.pt is damaged"),
-    "a bit of a moment": (lambda u: flip(u / "zero/model.norm.bias/exp_avg.pt"), r"bias/exp_avg\.pt is damaged"),
-    "no loss scale": (lambda u: lose(u / "zero/optimizer_state.pt", "dynamic_loss_scale"), "no usable 'dynamic_loss"),
-    "no number of steps": (lambda u: lose(u / MODEL_STATES, "global_steps"), "no usable 'global_steps'"),
-    "a bit of the model's states": (lambda u: flip(u / MODEL_STATES), r"model_states\.pt is damaged"),
+def exchange(first: Path, second: Path) -> None:
+    content = first.read_bytes()
+    second.replace(first)
+    second.write_bytes(content)
+
+
+def add_a_process(checkpoint: Path) -> None:
+    file = file_of(checkpoint, 1)
+    shutil.copy(file, file.with_name(file.name.replace("rank_1_mp", "rank_2_mp")))
+
+
+Damage = tuple[str, Callable[[Path], object], str]
+OF_ONE: dict[str, Damage] = {
+    "a bit of an array": ("one", lambda c: flip(file_of(c)), r"optim_states\.pt"),
+    "a bit of model states": ("one", lambda c: flip(file_of(c, kind="model")), r"model_states\.pt"),
+    "a file is missing": ("one", lambda c: file_of(c).unlink(), r"copy"),
+    "no tag": ("one", lambda c: (c / "latest").unlink(), r"copy"),
+    "not there": ("one", shutil.rmtree, r"copy"),
+    "a plain file": ("one", lambda c: (shutil.rmtree(c), c.write_bytes(b"not a folder")), r"copy"),
+}
+# test_zero_folder.py has files that do not belong together.
+OF_TWO: dict[str, Damage] = {
+    "a bit of an array of two": ("two", lambda c: flip(file_of(c, 1)), r"rank_1_.*optim_states\.pt is damaged: the c"),
+    "cut short": ("two", lambda c: cut_short(file_of(c, 1)), "rank_1_.*damaged"),
+    "optimizer states are missing": ("two", lambda c: file_of(c, 1).unlink(), "of 1 processes, and says that 2 saved"),
+    "optimizer states too many": ("two", add_a_process, "optimizer states of 3 processes; 2 saved"),
+    "model states are missing": ("two", lambda c: file_of(c, 1, "model").unlink(), "states of 1 processes; 2 saved"),
+    "a bit of model states of two": (
+        "two",
+        lambda c: flip(file_of(c, 1, "model")),
+        r"rank_1_.*model_states\.pt is damaged",
+    ),
+    "optimizer states exchanged": (
+        "two",
+        lambda c: exchange(file_of(c, 0), file_of(c, 1)),
+        r"rank_0_.*optim_states\.pt was saved by rank 1",
+    ),
+    "model states exchanged": (
+        "two",
+        lambda c: exchange(file_of(c, 0, "model"), file_of(c, 1, "model")),
+        r"rank_0_.*model_states\.pt was saved by rank 1",
+    ),
+    "not whole": ("two", lambda c: (c / "latest").unlink(), "no file 'latest'"),
+}
+BIAS = Path("zero/model.norm.bias")
+UNIVERSAL: dict[str, Damage] = {
+    "a moment is missing": ("universal", lambda c: (c / BIAS / "exp_avg.pt").unlink(), r"norm\.bias/exp_avg\.pt"),
+    "a moment is cut short": ("universal", lambda c: cut_short(c / BIAS / "exp_avg_sq.pt"), "is damaged"),
+    "too few elements": ("universal", lambda c: shorten(c / BIAS / "fp32.pt"), "does not hold 32 elem"),
+    "not converted to the end": ("universal", lambda c: (c / "zero/optimizer_state.pt").unlink(), "optimizer_state"),
+    "no model states": ("universal", lambda c: file_of(c, kind="model").unlink(), "model_states"),
+    "a bit of a master": ("universal", lambda c: flip(c / BIAS / "fp32.pt"), r"norm\.bias/fp32\.pt is damaged"),
+    "a bit of a moment": ("universal", lambda c: flip(c / BIAS / "exp_avg.pt"), r"bias/exp_avg\.pt is damaged"),
+    "no loss scale": (
+        "universal",
+        lambda c: lose(c / "zero/optimizer_state.pt", "dynamic_loss_scale"),
+        "no usable 'dynamic_loss",
+    ),
+    "no number of steps": (
+        "universal",
+        lambda c: lose(file_of(c, kind="model"), "global_steps"),
+        "no usable 'global_steps'",
+    ),
+    "a bit of the model's states": (
+        "universal",
+        lambda c: flip(file_of(c, kind="model")),
+        r"model_states\.pt is damaged",
+    ),
     "no checksum of a moment": (
-        lambda u: lose(u / "zero/crc32c.pt", "model.norm.bias/exp_avg.pt"),
+        "ours",
+        lambda c: lose(c / "zero/crc32c.pt", "model.norm.bias/exp_avg.pt"),
         r"norm\.bias/exp_avg\.pt is damaged: the checksum of a block",
     ),
-    "no checksums": (lambda u: (u / "zero/crc32c.pt").unlink(), r"has no file .*crc32c\.pt"),
+    "no checksums": ("ours", lambda c: (c / "zero/crc32c.pt").unlink(), r"has no file .*crc32c\.pt"),
+}
+DAMAGES = {**OF_ONE, **OF_TWO, **UNIVERSAL}
+ATTACKED = {
+    "one": "damage in a checkpoint",
+    "two": "damage in a checkpoint of another number of processes",
+    "universal": "damage in a universal checkpoint",
+    "ours": "damage in a universal checkpoint",
 }
 USUAL = (
-    "a moment is missing",
-    "a bit of a master",
-    "a bit of the model's states",
-    "it was not converted to the end",
-    "no loss scale",
-    "no checksum of a moment",
-    "no checksums",
+    *("a bit of an array", "a bit of model states", "not there", "a plain file"),
+    *("a bit of an array of two", "optimizer states are missing", "optimizer states exchanged"),
+    *("a moment is missing", "a bit of a master", "a bit of the model's states", "not converted to the end"),
+    *("no loss scale", "no checksum of a moment", "no checksums"),
 )
 
 
 def assert_refused(folder: Path, root: Path, named: str, module: LitTiny | None = None) -> None:
-    """Assert that a fit does not resume from a folder, which it names, and that it has loaded nothing."""
-    trainer: Any = quiet_trainer(root, precision="32-true", max_steps=4)
+    """Assert that a fit does not resume from a folder, and says why, and that it has loaded nothing."""
     module = module or LitTiny(TINY)
+    trainer: Any = quiet_trainer(root, precision=module.recipe.precision, max_steps=4)
     with pytest.raises(CheckpointError, match=named) as caught:
         trainer.fit(module, ckpt_path=folder)
     assert caught.value.remedy
@@ -115,174 +177,130 @@ def assert_refused(folder: Path, root: Path, named: str, module: LitTiny | None 
     assert optimizer.update.drained_handler().generation == 0
     expected = dict(module.recipe.build_model().named_parameters())
     for name, param in module.model.named_parameters():
-        assert torch.equal(param.ds_tensor, expected[name].detach().flatten()), name
-        assert not param.requires_grad or torch.equal(optimizer.get_full_hp_param(param), expected[name].detach()), name
+        values = expected[name].detach().to(param.ds_tensor.dtype)
+        assert torch.equal(param.ds_tensor, values.flatten()), name
+        assert not param.requires_grad or torch.equal(optimizer.get_full_hp_param(param).to(values.dtype), values), name
 
 
 @pytest.mark.parametrize("name", long_but(USUAL, DAMAGES))
-def test_damaged_universal_checkpoints_are_refused_and_nothing_is_loaded(
-    name: str, tiny: Path, made_by_us: Path, tmp_path: Path, attack: Attack
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(
+    name: str, checkpoints: Checkpoints, tmp_path: Path, attack: Attack
 ) -> None:
-    """The error names the file, and masters and parameters keep the model's own values."""
-    attack("damage in a universal checkpoint", tries=1, outcome="CheckpointError, and nothing is loaded")
-    damage, named = DAMAGES[name]
-    folder = shutil.copytree(made_by_us if "checksum" in name else tiny, tmp_path / "copy")
+    """The error names the file or says what is wrong, and masters and parameters keep the model's own values."""
+    kind, damage, named = DAMAGES[name]
+    attack(ATTACKED[kind], tries=1, outcome="CheckpointError, and nothing is loaded")
+    folder = shutil.copytree(checkpoints[kind], tmp_path / "copy")
     damage(folder)
     assert_refused(folder, tmp_path, named)
 
 
-@pytest.mark.parametrize("array", long_but(["exp_avg"], ["fp32", "exp_avg"]))
+@pytest.mark.parametrize(
+    ("kind", "what", "reader", "file"),
+    [
+        ("two", "a checkpoint", ZeroFolder, "checkpoint/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("ours", "a universal checkpoint", UniversalFolder, BIAS / "exp_avg.pt"),
+        pytest.param(
+            *("ours", "a universal checkpoint", UniversalFolder, BIAS / "fp32.pt"), marks=pytest.mark.long, id="master"
+        ),
+    ],
+)
 def test_a_value_that_is_read_wrongly_when_it_is_loaded(
-    array: str, made_by_us: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack
+    kind: str,
+    what: str,
+    reader: Any,
+    file: Path,
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attack: Attack,
 ) -> None:
     """What a load reads is compared with checksums, though the whole file was verified before."""
-    attack("bit flip in a universal checkpoint between check and load", tries=1, outcome="CheckpointError")
-    folder = shutil.copytree(made_by_us, tmp_path / "universal")
-    flip_after_check(UniversalFolder, folder / f"zero/model.norm.bias/{array}.pt", monkeypatch)
-    with pytest.raises(CheckpointError, match=rf"norm\.bias/{array}\.pt is damaged: the checksum of a block"):
-        quiet_trainer(tmp_path, precision="32-true", max_steps=4).fit(LitTiny(TINY), ckpt_path=folder)
-
-
-def flip_after_check(kind: Any, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flip a bit of a file once a reader of this class has verified its folder."""
-    check = kind.check_arrays
+    attack(f"bit flip in {what} between check and load", tries=1, outcome="CheckpointError")
+    folder, check = shutil.copytree(checkpoints[kind], tmp_path / "copy"), reader.check_arrays
 
     def check_and_flip(self: Any, names: Any) -> Any:
         found = check(self, names)
-        flip(file)
+        flip(folder / file)
         return found
 
-    monkeypatch.setattr(kind, "check_arrays", check_and_flip)
+    monkeypatch.setattr(reader, "check_arrays", check_and_flip)
+    with pytest.raises(CheckpointError, match=rf"{Path(file).name} is damaged: the checksum of a block"):
+        quiet_trainer(tmp_path, precision="32-true", max_steps=4).fit(LitTiny(TINY), ckpt_path=folder)
 
 
-def test_validation_of_a_universal_checkpoint_verifies_the_weights(tiny: Path, saved: Path, tmp_path: Path) -> None:
+def test_every_rank_raises_what_one_has_found(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """The rank that verifies a damaged array names it, and the others raise the same."""
+    folder = shutil.copytree(checkpoints["two"], tmp_path / "copy")
+    flip(file_of(folder, 1))
+    run = Run(out=str(tmp_path), recipe=TINY, devices=3, resume=str(folder))
+    (tmp_path / "runs.json").write_text(json.dumps([dataclasses.asdict(run)]))
+    done = run_module("tests.training.worker", tmp_path / "runs.json", ranks=3)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("is wrong. It comes from rank") >= 3
+
+
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "another optimizer": ({"optimizer": "Adam"}, "saved with AdamW, the model is configured with Adam"),
+    "other parameter groups": ({"groups": False}, "has 2 parameter groups, the optimizer 1|parameter 1 is"),
+    "a parameter more": ({"depth": 3}, "blocks.2.down.bias' is missing there"),
+    "a parameter less": ({"depth": 1}, "blocks.1.down.bias' is of shape .* there and missing here"),
+    "another shape": ({"width": 16}, "is of shape .* there and of shape .* here"),
+    "a frozen parameter": ({"frozen": False}, "positions.weight' is missing there"),
+    "another precision": ({"precision": "bf16-true"}, "torch.float32|was saved without bf16"),
+}
+USUAL_MISFITS = [
+    *(("one", name) for name in ("another optimizer", "other parameter groups")),
+    *(("two", name) for name in ("another precision", "a parameter less")),
+    *(("universal", name) for name in ("another optimizer", "another shape", "a frozen parameter")),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    long_but(USUAL_MISFITS, itertools.product(["one", "two", "universal"], MISFITS)),
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    kind: str, name: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """The error names the first difference."""
+    changes, named = MISFITS[name]
+    assert_refused(checkpoints[kind], tmp_path, named, LitTiny(dataclasses.replace(TINY, **changes)))
+
+
+def test_a_buffer_that_a_universal_checkpoint_lacks(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """The error names the missing buffer."""
+    module = LitTiny(TINY)
+    module.register_buffer("more", torch.zeros(1))
+    assert_refused(checkpoints["universal"], tmp_path, "'more' is missing there", module)
+
+
+def test_validation_of_a_universal_checkpoint_verifies_the_weights(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """It gives the metric of the ordinary checkpoint, with tied and frozen weights, and reads the masters only."""
 
     def validated(path: Path) -> Any:
         module = LitTiny(dataclasses.replace(TINY, validate=True))
         return quiet_trainer(tmp_path, precision="32-true").validate(module, ckpt_path=path, verbose=False)
 
-    folder = shutil.copytree(tiny, tmp_path / "copy")
-    flip(folder / "zero/model.norm.bias/exp_avg.pt")
-    assert validated(folder) == validated(saved)
-    flip(folder / "zero/model.norm.bias/fp32.pt")
+    folder = shutil.copytree(checkpoints["universal"], tmp_path / "copy")
+    flip(folder / BIAS / "exp_avg.pt")
+    assert validated(folder) == validated(checkpoints["one"])
+    flip(folder / BIAS / "fp32.pt")
     with pytest.raises(CheckpointError, match=r"norm\.bias/fp32\.pt is damaged"):
         validated(folder)
 
 
-def test_a_scrub_of_what_a_training_saved(saved: Path, tiny: Path, made_by_us: Path) -> None:
-    """A checkpoint is whole, and so are the universal folders that DeepSpeed's converter and ours make of it."""
-    for path in (saved, tiny, made_by_us):
+def test_a_scrub_of_what_a_training_saved(checkpoints: Checkpoints) -> None:
+    """Checkpoints are whole, and so are the universal folders that DeepSpeed's converter and ours make of one."""
+    for path in checkpoints.values():
         assert main(["scrub", str(path), "--quiet"]) == 0
 
 
-MISFITS: dict[str, tuple[dict[str, Any], str]] = {
-    "another optimizer": ({"optimizer": "Adam"}, "saved with AdamW, the model is configured with Adam"),
-    "other parameter groups": ({"groups": False}, "has 2 parameter groups, the optimizer 1"),
-    "a parameter more": ({"depth": 3}, "blocks.2.down.bias' is missing there"),
-    "a parameter less": ({"depth": 1}, "blocks.1.down.bias' is of shape .* there and missing here"),
-    "another shape": ({"width": 16}, "is of shape .* there and of shape .* here"),
-    "a frozen parameter": ({"frozen": False}, "positions.weight' is missing there"),
-    "another precision": ({"precision": "bf16-true"}, "torch.float32"),
-}
-
-
-@pytest.mark.parametrize(
-    "name", long_but(["another optimizer", "a parameter more", "another shape", "a frozen parameter"], MISFITS)
-)
-def test_universal_checkpoints_that_do_not_fit_are_refused(name: str, tiny: Path, tmp_path: Path) -> None:
-    """The error names the first difference."""
-    changes, named = MISFITS[name]
-    assert_misfit(tiny, tmp_path, changes, named)
-
-
-def assert_misfit(checkpoint: Path, root: Path, changes: dict[str, Any], named: str) -> None:
-    """Assert that a training whose recipe has these changes does not resume from a checkpoint, and says why."""
-    with pytest.raises(CheckpointError, match=named) as caught:
-        train(Run(out=str(root), recipe=dataclasses.replace(TINY, max_steps=4, **changes), resume=str(checkpoint)))
-    assert caught.value.remedy
-
-
-def test_a_buffer_that_a_universal_checkpoint_lacks(tiny: Path, tmp_path: Path) -> None:
-    """The error names the missing buffer."""
-    module = LitTiny(TINY)
-    module.register_buffer("more", torch.zeros(1))
-    assert_refused(tiny, tmp_path, "'more' is missing there", module)
-
-
 # That of one process is in test_evaluation_load.py.
-@pytest.mark.parametrize("devices", long_but([2], [1, 2]))
-def test_zero_to_fp32_reads_our_checkpoints(devices: int, tmp_path: Path) -> None:
+def test_zero_to_fp32_reads_our_checkpoints(checkpoints: Checkpoints) -> None:
     """DeepSpeed's converter returns the masters of a saved folder bit for bit, including tied and frozen parameters."""
-    recipe = Recipe(precision="bf16-mixed", groups=True, frozen=True, max_steps=3)
-    path = tmp_path / "last.ckpt"
-    (outcome,) = launch(Run(out=str(tmp_path / "run"), recipe=recipe, devices=devices, save_after_fit=str(path)))
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    converted = get_fp32_state_dict_from_zero_checkpoint(str(path))
-    for name, master in outcome.masters.items():
+    converted = get_fp32_state_dict_from_zero_checkpoint(str(checkpoints["two"]))
+    masters = torch.load(checkpoints["two"].with_name("two") / "masters.pt", weights_only=True)
+    for name, master in masters.items():
         assert torch.equal(converted["model." + name], master), name
-    assert torch.equal(converted["model.head.weight"], outcome.masters["tokens.weight"])
+    assert torch.equal(converted["model.head.weight"], masters["tokens.weight"])
     assert converted["model.positions.weight"].shape == (16, 32)
-
-
-ORDINARY_MISFITS: dict[str, tuple[dict[str, Any], str]] = {
-    "another optimizer": ({"optimizer": "Adam"}, "Adam"),
-    "other parameter groups": ({"groups": False}, "parameter"),
-    "another precision": ({"precision": "bf16-mixed"}, "bf16"),
-}
-
-
-@pytest.mark.parametrize("name", ORDINARY_MISFITS)
-def test_checkpoints_that_do_not_fit_are_refused(name: str, saved: Path, tmp_path: Path) -> None:
-    """The error names the first difference."""
-    changes, named = ORDINARY_MISFITS[name]
-    assert_misfit(saved, tmp_path, changes, named)
-
-
-def changing(change: Callable[[bytes], bytes], name: str = "optim_states") -> Callable[[Path], None]:
-    """Return what changes the bytes of a file of a checkpoint."""
-
-    def damage(checkpoint: Path) -> None:
-        (file,) = checkpoint.rglob(f"*{name}.pt")
-        file.write_bytes(change(file.read_bytes()))
-
-    return damage
-
-
-def flipped(content: bytes) -> bytes:
-    """Flip one bit in the middle."""
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
-
-
-@pytest.mark.parametrize("name", ["optim_states", "model_states"])
-def test_a_flipped_bit_in_a_checkpoint_is_reported(name: str, saved: Path, tmp_path: Path, attack: Attack) -> None:
-    """A single flipped bit in the middle of a file raises an error that names the file."""
-    attack("bit flip in a file of a checkpoint", tries=1, outcome="CheckpointError with the file's name")
-    changing(flipped, name)(shutil.copytree(saved, tmp_path / "a.ckpt"))
-    assert_misfit(tmp_path / "a.ckpt", tmp_path, {}, rf"{name}\.pt")
-
-
-def lose_file(checkpoint: Path) -> None:
-    (file,) = checkpoint.rglob("*optim_states.pt")
-    file.unlink()
-
-
-ORDINARY_DAMAGES: dict[str, Callable[[Path], object]] = {
-    "truncated": changing(lambda content: content[: len(content) // 2]),
-    "overwritten": changing(lambda content: content[:64] + bytes(448) + content[512:]),
-    "a file is missing": lose_file,
-    "no tag": lambda checkpoint: (checkpoint / "latest").unlink(),
-    "not there": shutil.rmtree,
-    "a plain file": lambda checkpoint: (shutil.rmtree(checkpoint), checkpoint.write_bytes(b"not a folder")),
-}
-
-
-@pytest.mark.parametrize(
-    "name", long_but(["overwritten", "a file is missing", "not there", "a plain file"], ORDINARY_DAMAGES)
-)
-def test_damaged_checkpoints_are_refused(name: str, saved: Path, tmp_path: Path) -> None:
-    """What is not whole, or not a checkpoint, raises an error with its name and a remedy."""
-    ORDINARY_DAMAGES[name](shutil.copytree(saved, tmp_path / "a.ckpt"))
-    assert_misfit(tmp_path / "a.ckpt", tmp_path, {}, r"a\.ckpt")
