@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import uuid
@@ -89,16 +88,6 @@ def save_twice(root: Path, *, weights_only: bool = False, beside: bool = True) -
     return Hook(SAVE_AT, save)
 
 
-class Progress(pl.Callback):
-    """Asserts that a save is in progress when a batch ends, until the fit does."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        assert trainer.global_step < SAVE_AT or saves_of(trainer).will_exist(self.path)
-
-
 @contextmanager
 def one_name() -> Iterator[None]:
     """Give all saves the same name, by which their files differ."""
@@ -129,29 +118,24 @@ def train(root: Path, *callbacks: pl.Callback, devices: int = 1, **settings: Any
     return module.losses
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files of a checkpoint, without its path, which one of them names."""
-    path = str(folder).encode()
+def contents(folder: Path, *, saved_to: Path | None = None) -> dict[str, bytes]:
+    """Return the files of a checkpoint, without the path that it was saved to, which one of them names."""
+    path = str(saved_to or folder).encode()
     files = (file for file in folder.rglob("*") if file.is_file())
     return {str(file.relative_to(folder)): file.read_bytes().replace(path, b"") for file in files}
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """Return the digest of every file of a checkpoint."""
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents(folder).items()}
 
 
 def fail_on_second_rank(root: Path) -> dict[str, Any]:
     """Save beside training while the disk of the second rank is full; return what ended the fit.
 
-    `before` has the digests of the files that the path held before. They are compared once all processes have ended,
+    `before` has the files that the path held before. They are compared once all processes have ended,
     since one process may still remove what the failed save has left when another's fit has ended.
     """
     write, saw = TensorStream.write, dict[str, Any]()
 
     def save(trainer: pl.Trainer) -> None:
         trainer.save_checkpoint(root / "c.ckpt")
-        saw["before"] = digests(root / "c.ckpt")
+        saw["before"] = contents(root / "c.ckpt")
 
     def note(trainer: pl.Trainer, *_: Any) -> None:
         saw["step"] = trainer.global_step

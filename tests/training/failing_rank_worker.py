@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -12,17 +13,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed
-import deepspeed.runtime.engine
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, StorageError, TopK
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.storage.folders import staging_folder
 from lightning_smartinfinity.zero3.checkpoints.formats import tensor_file
-from tests.fabric.worker import _window, quiet_fabric
 from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
@@ -31,17 +28,15 @@ from tests.stock.systems import Hook
 from tests.training.asynchronous_worker import contents
 
 
-class FailOnRankOne(pl.Callback):
-    """A callback that makes rank 1 fail once, by default in the third step."""
+def on_rank_one(fail: Callable[[Any], None], step: int = 2) -> Hook:
+    """Return a callback that makes rank 1 fail once, by default in the third step."""
 
-    def __init__(self, fail: Callable[[Any], None], step: int = 2) -> None:
-        self.fail, self.step = fail, step
+    def fail_there(trainer: Any) -> None:
+        trainer.strategy.drain()  # the previous step may still be in flight
+        if trainer.global_rank == 1:
+            fail(trainer.strategy.optimizers[0])
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.step:
-            trainer.strategy.drain()  # the previous step may still be in flight
-            if trainer.global_rank == 1:
-                self.fail(trainer.strategy.optimizers[0])
+    return Hook(step, fail_there)
 
 
 def fail_write(optimizer: Any) -> None:
@@ -94,7 +89,7 @@ def damage_payload(optimizer: Any) -> None:
 
 
 def fit_failing(
-    root: Path, overlap: str, failure: FailOnRankOne, clip: float | None = None, **options: Any
+    root: Path, overlap: str, failure: Hook, clip: float | None = None, **options: Any
 ) -> tuple[pl.Trainer, str]:
     """Train and return the Trainer and the error of this rank."""
     zero = {"reduce_bucket_size": 4000}  # gradients leave during backward
@@ -108,54 +103,26 @@ def fit_failing(
     return trainer, met
 
 
-def close_in_flight(root: Path) -> bool:
-    """Tell whether a step that fails on rank 1 while a Fabric loop closes leaves all parameters as before."""
-    recipe = Recipe()
-    fabric = quiet_fabric(root / "closed", devices=2, precision="32-true", options={"overlap": "forward"})
-    module = recipe.build_model()
-    model, optimizer = fabric.setup(module, recipe.build_optimizer(list(module.named_parameters())))
-    values: list[list[torch.Tensor]] = []
-    for step in range(2):
-        _window(fabric, model, recipe, step)
-        if step == 1:
-            fabric.strategy.drain()
-            values.append(_gathered(module))
-            if fabric.global_rank == 1:
-                fail_write(optimizer.engine.optimizer)
-        optimizer.step()
-    fabric.strategy.close()
-    values.append(_gathered(module))
-    return all(torch.equal(before, after) for before, after in zip(*values, strict=True))
-
-
-def _gathered(module: torch.nn.Module) -> list[torch.Tensor]:
-    with deepspeed.zero.GatheredParameters(list(module.parameters())):
-        return [param.detach().clone() for param in module.parameters()]
-
-
 def steps(root: Path, overlap: str, *activations: str) -> dict[str, Any]:
     """Run all fits, save what the last one leaves, and return the errors that this rank met.
 
     In the first fit a write of state fails, in the second one the write of the commit record; with activations a read
     and a write of these fail in two fits before. With ``none`` an earlier fit damages its compressed gradients in
-    memory. With ``backward`` an earlier fit cannot roll back a speculative update. With ``forward`` a loop in Fabric
-    follows that ends with a step in flight.
+    memory. With ``backward`` an earlier fit cannot roll back a speculative update.
     """
     seen: dict[str, Any] = {}
     if overlap == "none":
-        failure = FailOnRankOne(damage_payload, step=1)
+        failure = on_rank_one(damage_payload, step=1)
         _, seen["damage_payload"] = fit_failing(root, overlap, failure, compression=TopK(0.05))
     if overlap == "backward":
         # Clipping makes every speculative update wrong. After the third one speculation pauses.
-        _, seen["fail_roll_back"] = fit_failing(root, overlap, FailOnRankOne(fail_roll_back, step=1), clip=1e-3)
+        _, seen["fail_roll_back"] = fit_failing(root, overlap, on_rank_one(fail_roll_back, step=1), clip=1e-3)
     of_activations = (fail_read_of_activations, fail_write_of_activations) if activations else ()
     for fail in (*of_activations, fail_write, fail_commit):
         moved = EVERYTHING if fail in of_activations else None
-        trainer, met = fit_failing(root, overlap, FailOnRankOne(fail), activations=moved)
+        trainer, met = fit_failing(root, overlap, on_rank_one(fail), activations=moved)
         handler = trainer.strategy.optimizers[0].update.drained_handler()
         seen[fail.__name__] = {"met": met, "generation": handler.generation, "steps": max(handler.steps.tolist())}
-    if overlap == "forward":
-        seen["close_in_flight"] = close_in_flight(root)
     trainer.save_checkpoint(root / "rescued.ckpt")
     return seen
 
@@ -165,23 +132,16 @@ CODEC = TopK(0.05)
 TRANSFER = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
 
 
-def die_before(owner: Any, name: str, *, rank: int, count: int = 0) -> None:
-    """Kill the process of this rank at a call of a function, after ``count`` calls that return."""
-    call: Callable[..., Any] = getattr(owner, name)
-    calls = iter(range(count))
+def die_in_writing() -> None:
+    """Let rank 1 be killed when it writes the fifth tensor of a save."""
+    write, calls = tensor_file.TensorStream.write, itertools.count()
 
-    def dying(*args: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == rank and next(calls, None) is None:
+    def dying(*args: Any) -> Any:
+        if dist.get_rank() == 1 and next(calls) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args, **kwargs)
+        return write(*args)
 
-    setattr(owner, name, dying)
-
-
-MOMENTS: dict[str, Callable[[int], None]] = {
-    "writing": lambda devices: die_before(tensor_file.TensorStream, "write", rank=devices - 1, count=4),
-    "removing": lambda devices: die_before(staging_folder, "_remove_tree", rank=0),
-}
+    tensor_file.TensorStream.write = dying  # type: ignore[method-assign]
 
 
 def full_at(name: str) -> AbstractContextManager[object]:
@@ -196,10 +156,7 @@ def full_at(name: str) -> AbstractContextManager[object]:
     return mock.patch.object(Path, "write_text", refused)
 
 
-SCRIPT = "zero_to_fp32.py"
-NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), SCRIPT)
 FAULTS: dict[str, Callable[[Path], AbstractContextManager[object]]] = {
-    SCRIPT: lambda _: mock.patch.object(deepspeed.runtime.engine, "copyfile", side_effect=NO_SPACE),
     "latest": lambda _: full_at("latest"),
     NOTE_NAME: lambda _: full_at(NOTE_NAME),
     "another process": lambda path: staging_folder.locked(path / ".saving", path),
@@ -226,11 +183,11 @@ def save_with_faults(trainer: Any, path: Path) -> dict[str, Any]:
     return seen
 
 
-def saves(folder: Path, devices: str, *moment: str) -> dict[str, Any]:
+def saves(folder: Path, *die: str) -> dict[str, Any]:
     """Save after the first step, copy that to ``first.ckpt``, and save over it; return what this rank met.
 
-    With a moment one rank kills itself then in the save after the second step. Else the saves after the training fail
-    on rank 0: the disk is full when the last files are written, or another process saves there.
+    Rank 1 may die in the save after the second step. Else the saves after the training fail on rank 0: the disk is full
+    when the last files are written, or another process saves there.
     """
     path = folder / "last.ckpt"
 
@@ -240,10 +197,9 @@ def saves(folder: Path, devices: str, *moment: str) -> dict[str, Any]:
             shutil.copytree(path, folder / "first.ckpt")
 
     def save_and_die(trainer: Any) -> None:
-        MOMENTS[moment[0]](int(devices))
+        die_in_writing()
         trainer.save_checkpoint(path)
 
     strategy = SmartInfinityStrategy(folder / "storage", compression=CODEC, transfer=TRANSFER)
-    hooks = [Hook(1, save), *(Hook(2, save_and_die) for _ in moment)]
-    settings: dict[str, Any] = {"devices": int(devices), "max_steps": RECIPE.max_steps, "callbacks": hooks}
-    return save_with_faults(fit(LitTiny(RECIPE), folder, strategy, **settings), path)
+    hooks = [Hook(1, save), *(Hook(2, save_and_die) for _ in die)]
+    return save_with_faults(fit(LitTiny(RECIPE), folder, strategy, devices=2, max_steps=4, callbacks=hooks), path)

@@ -5,7 +5,6 @@ Every rank appends a line for each step to ``steps-<rank>.txt``, and writes ``en
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -13,18 +12,16 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
 from lightning_smartinfinity.errors import StorageFullError
@@ -66,10 +63,9 @@ class StorageRun:
     kill_rank: int = 0
     kill_after: float = 0.0  # seconds after that moment
     checkpoints: list[dict[str, Any]] = field(default_factory=list)  # settings of ModelCheckpoints
-    fails: list[Any] = field(default_factory=list)  # how, on which rank, and behind which steps: see fail_to_record
+    fails: list[int] = field(default_factory=list)  # on which rank, and behind which steps: see fail_to_record
     save_every: int = 0  # steps between checkpoints, which are saved beside the training
     spread_every: int = 0  # steps between moves of all but one tasklet from folder to folder
-    notes_weights: bool = False  # whether to write down the weights behind these steps, and where the fit resumes
     trainer: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     transfer: dict[str, Any] = field(default_factory=dict)
@@ -112,16 +108,6 @@ class Noisy(Dataset[torch.Tensor]):
         return self.items[index] + torch.randn(8) * 0.1 + float(np.random.rand()) * 0.1 + random.random() * 0.1
 
 
-class Streamed(IterableDataset[torch.Tensor]):
-    """The items of a data set, without a length."""
-
-    def __init__(self, data: Noisy) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self.data[index] for index in range(len(self.data)))
-
-
 class Module(pl.LightningModule):
     """A module with buffers that change, dropout, a scheduler, and logged values that callbacks follow."""
 
@@ -129,7 +115,7 @@ class Module(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         settings = {"width": 24, "batch": 2, "length": 12, "workers": 0, "noise": True, "plateau": False, "steps": 1}
-        settings |= {"turned": False, "last": 0.0, "shuffle": True, "dropout": 0.3, "scale": 1.0, "stream": False}
+        settings |= {"turned": False, "last": 0.0, "shuffle": True, "dropout": 0.3, "scale": 1.0}
         self.settings = {**settings, "optimizer": "AdamW", "optimizer_settings": {}, **run.module}
         width = self.settings["width"]
         self.net = nn.Sequential(
@@ -184,8 +170,6 @@ class Module(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         data = Noisy(length=self.settings["length"], noise=self.settings["noise"])
-        if self.settings["stream"]:
-            return DataLoader(Streamed(data), batch_size=self.settings["batch"], num_workers=self.settings["workers"])
         workers, shuffle = self.settings["workers"], self.settings["shuffle"]
         return DataLoader(data, batch_size=self.settings["batch"], shuffle=shuffle, num_workers=workers)
 
@@ -200,8 +184,6 @@ class Watch(pl.Callback):
         self.run, self.count = run, 0
 
     def state_dict(self) -> dict[str, Any]:
-        if fails_now(self.run, "unwritable", self.count):
-            return {"count": object()}
         return {"count": self.count, "odd": (1, {2: float("inf")}, torch.ones(2))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,20 +213,13 @@ class Watch(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         die(self.run, "step", trainer)
 
-    def on_train_start(self, *_: Any) -> None:
-        enter(self.run, "steps")
-
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         NEXT_BATCH.set()
-        if self.run.notes_weights and trainer.global_step % self.run.save_every == 0:
-            note_weights(self.run, trainer, module)
         die(self.run, "batch start", trainer)
         if self.run.spread_every and trainer.global_step % self.run.spread_every == 0:
             handler = trainer.strategy._training_optimizer.update.drained_handler()  # type: ignore[attr-defined]
-            enter(self.run, "growth")
             die(self.run, "growth", trainer)
             spread(handler._store, last=trainer.global_step % (2 * self.run.spread_every) == 0)
-            enter(self.run, "steps")
 
 
 def spread(store: Any, *, last: bool) -> None:
@@ -254,61 +229,33 @@ def spread(store: Any, *, last: bool) -> None:
     store.spread(counts)
 
 
+def kill(run: StorageRun) -> None:
+    """Kill this process, now or after the run's seconds."""
+    if run.kill_after:
+        kill_later(run.kill_after)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
     """End in the way that the run asks for, if this is the moment.
 
     The moments are ``start`` (of the set-up), ``batch start``, ``backward``, ``step``, ``batch end``, ``saved batch
     end`` (when ModelCheckpoints have saved), ``validation``, ``epoch end``, ``save``, ``growth`` (of the state files),
-    ``end`` (of the fit) and ``saved end``. :func:`note_load`, :func:`kill_in_copy`, :func:`kill_at_link` and
-    :func:`kill_in_change` have more.
+    ``end`` (of the fit) and ``saved end``. :func:`kill_in_copy`, :func:`kill_at_link` and
+    :data:`CALLS` have more.
     """
     how, _, when = run.kill_at.partition(" at ")
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
         return
-    if how == "kill" and run.kill_after:
-        kill_later(run.kill_after)
-    elif how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "kill":
+        kill(run)
     if how == "term":
         os.kill(os.getpid(), signal.SIGTERM)
     if how == "error":
         raise RuntimeError("an error of the user's")
     if how == "interrupt":
         raise KeyboardInterrupt
-
-
-def note_weights(run: StorageRun, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Append a digest of the whole parameters, which is the same on any number of processes, to ``weights.txt``."""
-    digest = hashlib.sha256()
-    with deepspeed.zero.GatheredParameters(list(module.parameters())):
-        for parameter in module.parameters():
-            digest.update(parameter.detach().float().numpy().tobytes())
-    if trainer.is_global_zero:
-        with (Path(run.out) / "weights.txt").open("a") as file:
-            file.write(f"{trainer.global_step} {digest.hexdigest()}\n")
-
-
-def enter(run: StorageRun, phase: str) -> None:
-    """Write down which phase the run is in, for :func:`phase_of`."""
-    (Path(run.out) / f"phase-{int(os.environ.get('RANK', 0))}.txt").write_text(phase)
-
-
-def phase_of(out: Path, rank: int = 0) -> str:
-    """Return the phase in which the last fit was killed: ``set-up``, ``load``, ``growth`` or ``steps``."""
-    return (out / f"phase-{rank}.txt").read_text()
-
-
-def note_load(run: StorageRun) -> None:
-    """Let the load of an interrupted training be a phase, and the moment ``load`` its beginning."""
-    recover = storage.recover_for_training
-
-    def enter_and_recover(*args: Any) -> StateStore:
-        enter(run, "load")
-        if run.kill_at == "kill at load" and torch.distributed.get_rank() == run.kill_rank:
-            kill_later(run.kill_after)
-        return recover(*args)
-
-    storage.recover_for_training = enter_and_recover
 
 
 CHANGE: dict[str, tuple[Any, str]] = {
@@ -318,16 +265,17 @@ CHANGE: dict[str, tuple[Any, str]] = {
     "removal": (RankFolder, "destroy"),
 }
 """Moments of a change to another number of processes, each with the function that begins it."""
+CALLS = {**CHANGE, "load": (storage, "recover_for_training")}
 
 
-def kill_in_change(run: StorageRun) -> None:
-    """Let a process be killed when a change to another number of processes has come to the run's moment."""
-    owner, name = CHANGE[run.kill_at.removeprefix("kill at ")]
+def kill_at_call(run: StorageRun) -> None:
+    """Let a process be killed when it calls the function of the run's moment."""
+    owner, name = CALLS[run.kill_at.removeprefix("kill at ")]
     do = getattr(owner, name)
 
     def die_or_do(*args: Any, **kwargs: Any) -> Any:
         if torch.distributed.get_rank() == run.kill_rank:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill(run)
         return do(*args, **kwargs)
 
     setattr(owner, name, die_or_do)
@@ -365,18 +313,12 @@ def kill_at_link(run: StorageRun) -> None:
     ModelCheckpoint._link_checkpoint = staticmethod(die_or_link)  # type: ignore[method-assign]
 
 
-def fails_now(run: StorageRun, how: str, step: int) -> bool:
-    """Return whether this rank is to fail in this way behind a step."""
-    wanted, rank, first, last = run.fails or ("", 0, 0, 0)
-    return how == wanted and torch.distributed.get_rank() == rank and first <= step <= last
-
-
 def fail_to_record(run: StorageRun) -> None:
     """Let the records of one rank fail behind some steps, as on a full disk."""
-    write = TrainingRecords._write
+    write, (rank, first, last) = TrainingRecords._write, run.fails or (0, 0, -1)
 
     def fail_or_write(records: TrainingRecords, record: TrainingRecord) -> int:
-        if fails_now(run, "full", record.step):
+        if torch.distributed.get_rank() == rank and first <= record.step <= last:
             raise StorageFullError("A test has no space for the record.", "Let it go on.")
         return write(records, record)
 
@@ -404,10 +346,8 @@ def main(path: str) -> None:
         become_node(run.made_up[rank], scratch=scratch, node_rank=rank)
         if run.disks:
             mount_own(scratch / f"disk-{run.made_up[rank]}", scratch / "disk")
-    if run.kill_at.removeprefix("kill at ") in CHANGE:
-        kill_in_change(run)
-    enter(run, "set-up")
-    note_load(run)
+    if run.kill_at.removeprefix("kill at ") in CALLS:
+        kill_at_call(run)
     fail_to_record(run)
     if run.kill_at == "kill at copy":
         kill_in_copy(run)

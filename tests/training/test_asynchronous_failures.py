@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import CheckpointError, StorageTimeoutError
 from lightning_smartinfinity.storage.io import deadlines as in_time
 from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.save import background_saves
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
-from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.native_testing import Hold
 from tests.helpers.ranks import on_ranks
 from tests.helpers.silent_disk import SilentDisk
-from tests.helpers.trainers import quiet_trainer
 from tests.stock.systems import Hook
 from tests.training.asynchronous_worker import (
     NUM_STEPS,
     SAVE_AT,
     Turns,
     contents,
-    digests,
     fail_on_second_rank,
     save_beside,
     train,
 )
 from tests.training.storage_worker import StorageRun, end_of, launch
 
-EVERY = 1_000_000
-NUM_KILLS = 30
-
 
 def test_a_failed_save_ends_the_fit_of_all_processes(tmp_path: Path) -> None:
     """If the disk of one process is full, both raise at the next step, as of a save that they wait for."""
     saw = on_ranks(fail_on_second_rank, tmp_path)
     assert all(each["error"].startswith("CheckpointError: ") and "No space left" in each["error"] for each in saw)
-    assert saw[0]["before"] == saw[1]["before"] == digests(tmp_path / "c.ckpt")
+    assert saw[0]["before"] == saw[1]["before"] == contents(tmp_path / "c.ckpt")
     assert saw[0]["step"] == saw[1]["step"] < NUM_STEPS
 
 
@@ -67,100 +56,14 @@ def test_a_failure_near_the_end_is_raised_by_the_fit(tmp_path: Path, monkeypatch
     assert not (tmp_path / "c.ckpt").exists()
 
 
-def run_of(folder: Path, devices: int, **settings: Any) -> StorageRun:
-    """Return a fit that saves to ``last.ckpt`` beside every step."""
-    return StorageRun(
-        out=str(folder),
-        storage=str(folder / "storage"),
-        devices=devices,
-        save_every=1,
-        transfer={"keep": "on-failure"},
-        module={"width": 128},
-        **settings,
-    )
+def test_a_disk_that_does_not_answer(tmp_path: Path, disk: SilentDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save is given up, the fit ends with the error of one that it waits for, and the old checkpoint is whole."""
+    monkeypatch.setattr(background_saves, "io_limit", lambda _: in_time.io_limit(0.3))
+    disk.works_until_it_hangs()
+    path, before, turns = tmp_path / "c.ckpt", dict[str, bytes](), Turns()
 
-
-@pytest.fixture(scope="module")
-def straight_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """Return a function that tells how a fit of so many processes ends that nothing interrupts."""
-
-    @functools.cache
-    def ends(devices: int) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("straight")
-        launch(run_of(folder, devices), ends=0)
-        return end_of(folder)
-
-    return ends
-
-
-def assert_whole(folder: Path, devices: int) -> dict[str, Any]:
-    """Assert that the checkpoint is whole, and return how the fit ends once it was resumed from storage."""
-    assert main(["scrub", str(folder / "last.ckpt"), "--quiet"]) == 0
-    launch(run_of(folder, devices, resume=True), ends=0)
-    return end_of(folder)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("devices", [1, 2])
-def test_kills_beside_saves(
-    devices: int, straight_run: Callable[[int], dict[str, Any]], tmp_path: Path, attack: Attack
-) -> None:
-    """After a kill within a copy, and at random, the checkpoint is whole, and the training resumes to the same bits.
-
-    Of kills within a copy one of ``test_a_kill_beside_a_save`` always runs, and so do kills at random in
-    ``test_storage_resume_kills.py``.
-    """
-    attack(
-        "kill while a checkpoint is saved beside training",
-        tries=NUM_KILLS + 1,
-        outcome="checkpoint and store are whole",
-    )
-    copying = {"kill_at": "kill at copy", "kill_step": 4, "kill_rank": devices - 1}
-    # Nothing else kills it. With several ranks, another one may have removed what was written before it ended.
-    assert launch(run_of(tmp_path / "copy", devices, **copying))[0] == -signal.SIGKILL
-    assert assert_whole(tmp_path / "copy", devices)["state"] == straight_run(devices)["state"]
-    straight, draw, num_killed, num_within = straight_run(devices), random.Random(devices), 0, 0
-    for number in range(4 * NUM_KILLS):
-        folder, step, after = tmp_path / f"{number}", 3 + number % 5, draw.uniform(0.001, 0.1)
-        kills = {"kill_at": "kill at save", "kill_step": step, "kill_after": after, "kill_rank": number % devices}
-        code, output = launch(run_of(folder, devices, **kills))
-        assert code in (0, -signal.SIGKILL), output[-4000:]
-        if code == 0:  # it has escaped
-            continue
-        num_killed += 1
-        num_within += (folder / "last.ckpt/.saving").exists()
-        assert assert_whole(folder, devices)["state"] == straight["state"]
-        if num_killed == NUM_KILLS:
-            break
-    assert num_killed == NUM_KILLS, "too many fits escaped their kill"
-    assert num_within > NUM_KILLS // 5, "few kills came within a save"
-
-
-@pytest.mark.parametrize(
-    ("how", "devices"),
-    long_but([("term", 2), ("error", 1)], [("term", 1), ("term", 2), ("interrupt", 2), ("error", 1), ("error", 2)]),
-)
-def test_what_ends_one_process_lets_its_save_end(
-    how: str, devices: int, straight_run: Callable[[int], dict[str, Any]], tmp_path: Path, attack: Attack
-) -> None:
-    """The save is ended whole, leaves nothing else, and the training resumes from storage to the same bits."""
-    attack("SIGTERM, Ctrl-C or an error beside a save", tries=1, outcome="checkpoint and store are whole")
-    straight, folder = straight_run(devices), tmp_path / "ended"
-    code, output = launch(run_of(folder, devices, kill_at=f"{how} at batch start", kill_step=5, kill_rank=devices - 1))
-    assert (code == 0) == (how == "term") and not (folder / "end-0.json").exists(), output[-4000:]
-    assert not list(folder.rglob(".saving*"))
-    assert assert_whole(folder, devices)["state"] == straight["state"]
-
-
-def assert_old_save_kept(root: Path, then: Callable[[], object], error: str) -> None:
-    """Save to one path, first so that training waits, and then beside it, which fails; the path holds the first save.
-
-    Args:
-        root: The folder of the training.
-        then: Is called when the second save has begun.
-        error: What the error of the fit says.
-    """
-    path, before, turns = root / "c.ckpt", dict[str, bytes](), Turns()
+    def is_of_checkpoint(descriptor: int, *_: Any) -> bool:
+        return "optim_states" in os.readlink(f"/proc/self/fd/{descriptor}")
 
     def save(trainer: pl.Trainer) -> None:
         trainer.save_checkpoint(path)
@@ -168,43 +71,12 @@ def assert_old_save_kept(root: Path, then: Callable[[], object], error: str) -> 
 
     def save_again(trainer: pl.Trainer) -> None:
         save_beside(trainer, path)
-        then()
+        disk.hang(os, "pwrite", when=is_of_checkpoint)
 
-    with turns.taken(), pytest.raises(StorageTimeoutError, match=error):
-        train(root, turns, Hook(1, save), Hook(SAVE_AT, save_again))
-    assert {name: content for name, content in contents(path).items() if ".saving" not in name} == before
-
-
-def test_a_disk_that_does_not_answer(tmp_path: Path, disk: SilentDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save is given up, the fit ends with the error of one that it waits for, and the old checkpoint is whole."""
-    monkeypatch.setattr(background_saves, "io_limit", lambda _: in_time.io_limit(0.3))
-    disk.works_until_it_hangs()
-
-    def is_of_checkpoint(descriptor: int, *_: Any) -> bool:
-        return "optim_states" in os.readlink(f"/proc/self/fd/{descriptor}")
-
-    hang = lambda: disk.hang(os, "pwrite", when=is_of_checkpoint)  # noqa: E731
-    assert_old_save_kept(tmp_path, hang, r"Writing '.*optim_states.pt' did not return")
+    with turns.taken(), pytest.raises(StorageTimeoutError, match=r"Writing '.*optim_states.pt' did not return"):
+        train(tmp_path, turns, Hook(1, save), Hook(SAVE_AT, save_again))
     assert disk.hung
-
-
-def test_state_that_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If storage does not answer the copy's reads, the fit ends with the error of its own reads."""
-    holds: list[Hold] = []
-
-    class Held(HostDevice):
-        """A device whose third read does not return."""
-
-        def __init__(self, **settings: Any) -> None:
-            super().__init__(**{**settings, "io_timeout": 0.3})
-
-        def open(self, **settings: Any) -> None:
-            super().open(**settings)
-            holds.append(Hold(self.pipeline, read_at=2, count=EVERY))
-
-    monkeypatch.setattr(background_saves, "HostDevice", Held)
-    assert_old_save_kept(tmp_path, lambda: None, r"reading \d+ bytes at offset .* did not return")
-    holds[0].release()
+    assert {name: content for name, content in contents(path).items() if ".saving" not in name} == before
 
 
 BEST: dict[str, Any] = {"monitor": "loss", "save_top_k": 1, "every_n_train_steps": 1, "filename": "{step}"}
@@ -215,21 +87,21 @@ KEPT: dict[str, dict[str, Any]] = {
     "worst": {**BEST, "mode": "max", "save_top_k": 2, "save_last": "link"},
     "each epoch": {"filename": "{epoch}", "monitor": "val_loss", "save_top_k": 2, "save_last": True},
 }
+LAST = "last.ckpt, beside every step"
 NUM_LONG = 25
 
 
 def run(folder: Path, kept: str, *, ends: int | None = None, **settings: Any) -> tuple[int, str]:
-    """Fit in processes of their own, and evaluate the best checkpoint."""
-    settings = {"options": {"overlap": "none"}, "module": {"width": 128}, "epochs": 2, **settings}
-    return launch(
-        StorageRun(out=str(folder), storage=str(folder / "storage"), checkpoints=[KEPT[kept]], **settings), ends=ends
-    )
+    """Fit in processes of their own that save to ``last.ckpt``, or by a ModelCheckpoint, whose best they evaluate."""
+    saving = {"save_every": 1} if kept == LAST else {"checkpoints": [KEPT[kept]], "options": {"overlap": "none"}}
+    settings = {"module": {"width": 128}, "epochs": 2, **saving, **settings}
+    return launch(StorageRun(out=str(folder), storage=str(folder / "storage"), **settings), ends=ends)
 
 
 def assert_agree(folder: Path) -> None:
     """Assert that the index of an ended fit names all checkpoints that there are, and that these are whole."""
-    named = {path for path in end_of(folder)["index"][0] if path}
-    assert named == {str(path) for path in (folder / "saved").iterdir()}
+    named = {path for index in end_of(folder)["index"] for path in index if path} or {str(folder / "last.ckpt")}
+    assert named == {str(path) for path in folder.rglob("*.ckpt")}
     assert not list(folder.rglob(".saving*"))
     for path in named:
         assert main(["scrub", path, "--quiet"]) == 0
@@ -278,30 +150,39 @@ def test_a_kill_beside_a_save(
         assert (tmp_path / "saved/last.ckpt").resolve().name == f"step={12 // devices}.ckpt"
 
 
-class Denser(ModelCheckpoint):
-    """A ModelCheckpoint that saves more often from the second step on, which changes the key of its state."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
-            self._every_n_train_steps = 1
-
-
-def test_a_callback_whose_settings_change(tmp_path: Path) -> None:
-    """The training goes on, and the index names what is there."""
-    saving = Denser(tmp_path / "saved", every_n_train_steps=2, filename="{step}")
-    trainer = quiet_trainer(tmp_path, max_steps=4, callbacks=[saving], enable_checkpointing=True)
-    trainer.fit(LitTiny(Recipe()))
-    trainer.strategy.close()  # type: ignore[attr-defined]
-    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step=4.ckpt"]
-    assert saving.best_model_path == str(tmp_path / "saved" / "step=4.ckpt")
+@pytest.mark.parametrize(
+    ("how", "devices"),
+    long_but([("term", 2), ("error", 1)], [("term", 1), ("term", 2), ("interrupt", 2), ("error", 1), ("error", 2)]),
+)
+def test_what_ends_one_process_lets_its_save_end(how: str, devices: int, tmp_path: Path, attack: Attack) -> None:
+    """The save is ended whole, leaves nothing else, and the training resumes from storage to the same bits."""
+    attack("SIGTERM, Ctrl-C or an error beside a save", tries=1, outcome="checkpoint and store are whole")
+    straight, folder = tmp_path / "straight", tmp_path / "ended"
+    run(straight, LAST, devices=devices, ends=0)
+    moment = {"kill_at": f"{how} at batch start", "kill_step": 3, "kill_rank": devices - 1}
+    code, output = run(folder, LAST, devices=devices, **moment)
+    assert (code == 0) == (how == "term") and not (folder / "end-0.json").exists(), output[-4000:]
+    assert not list(folder.rglob(".saving*"))
+    assert main(["scrub", str(folder / "last.ckpt"), "--quiet"]) == 0
+    run(folder, LAST, devices=devices, resume=True, ends=0)
+    assert end_of(folder)["state"] == end_of(straight)["state"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("kept", [LAST, *KEPT])
 def test_kills_at_random(kept: str, devices: int, tmp_path: Path, attack: Attack) -> None:
-    """Whenever kills come, the resumed fit ends with the checkpoints of one that never stopped, if none was lost."""
-    attack("kill beside a ModelCheckpoint's saves", tries=NUM_LONG, outcome="its index and its folder agree")
+    """Whenever kills come, the resumed fit ends with the bits and checkpoints of one that never stopped."""
+    if kept == LAST:
+        attack(
+            "kill while a checkpoint is saved beside training",
+            tries=NUM_LONG,
+            outcome="checkpoint and store are whole",
+        )
+    else:
+        attack("kill beside a ModelCheckpoint's saves", tries=NUM_LONG, outcome="its index and its folder agree")
+    straight = tmp_path / "straight"
+    run(straight, kept, devices=devices, ends=0)
     draw, killed, chains = random.Random(f"{kept} {devices}"), 0, 0
     while killed < NUM_LONG:
         folder, code, kills = tmp_path / f"{chains}", -signal.SIGKILL, 0
@@ -319,3 +200,4 @@ def test_kills_at_random(kept: str, devices: int, tmp_path: Path, attack: Attack
         assert chains < 4 * NUM_LONG
         killed += kills
         assert_agree(folder)
+        assert end_of(folder)["state"] == end_of(straight)["state"]

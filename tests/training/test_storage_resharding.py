@@ -14,11 +14,9 @@ import pytest
 
 from lightning_smartinfinity.errors import CheckpointError, StorageError, StorageFullError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
-from lightning_smartinfinity.storage.jobs.trainings import trainings_in
 from lightning_smartinfinity.storage.state import space
-from lightning_smartinfinity.storage.state.parts import find_parts
-from lightning_smartinfinity.zero3.setup import rank_migration
 from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.training.storage_worker import CHANGE, StorageRun, end_of, fit, launch, steps_of
 
 # Nothing depends on random numbers, which differ when the number of processes has changed.
@@ -28,7 +26,6 @@ WHOLE_BATCH: dict[str, Any] = {
     "trainer": {"use_distributed_sampler": False},
 }
 NUM_KILLS = 12
-EVERY = 3  # steps between changes of the number of processes
 
 
 def run_of(folder: Path, **settings: Any) -> StorageRun:
@@ -48,74 +45,38 @@ def stores(folder: Path) -> list[str]:
     return sorted(f"{path.parents[1].name}/{path.parent.name}" for path in folder.glob("storage*/*/rank-*/state.bin"))
 
 
-def passed_on(root: Path, numbers: tuple[int, ...], **settings: Any) -> None:
-    """Let fits on these numbers of processes go on from each other, from storage and from checkpoints.
-
-    Every fit but the last one ends with an error after three steps. Both chains have to be equal in every step, and
-    each fit begins with the weights at which the one before ended.
-    """
-    settings |= {
-        "save_every": EVERY,
-        "notes_weights": True,
-        "trainer": {"max_steps": EVERY * len(numbers), **settings.get("trainer", {})},
-    }
-    for position, devices in enumerate(numbers):
-        step, is_last = EVERY * (position + 1), position == len(numbers) - 1
-        moment = {} if is_last else {"kill_at": "error at batch start", "kill_step": step}
-        for kind in ("storage", "checkpoint") if position else ("storage",):
-            resumed: dict[str, Any] = {"resume": True} if position else {}
-            if position and kind == "checkpoint":
-                saved = root / kind / f"{position}.ckpt"
-                shutil.move(root / kind / "last.ckpt", saved)
-                shutil.rmtree(root / kind / "storage0")
-                resumed = {"checkpoint": str(saved)}
-            code, output = run(root / kind, devices=devices, seed=1 + position, **resumed, **moment, **settings)
-            assert (code == 0) == is_last and ("an error of the user's" in output) != is_last, output[-4000:]
-            assert output.count("random states are not restored") == (1 if position else 0)
-        if position == 0:
-            shutil.copytree(root / "storage", root / "checkpoint")
-    for rank in range(max(numbers)):
-        assert steps_of(root / "storage", rank) == steps_of(root / "checkpoint", rank) != {}
-    for rank in range(numbers[-1]):
-        assert end_of(root / "storage", rank)["state"] == end_of(root / "checkpoint", rank)["state"]
-    assert max(steps_of(root / "storage")) == EVERY * len(numbers)
-    for kind in ("storage", "checkpoint"):
-        weights = [line.split() for line in (root / kind / "weights.txt").read_text().splitlines()]
-        at = [str(EVERY * position) for position in range(1, len(numbers))]
-        assert [step for step, _ in weights] == ["0", *sorted(2 * at, key=int)]
-        assert len({digest for _, digest in weights}) == len(numbers)
-    is_kept = settings.get("transfer", {}).get("keep") is True
-    assert stores(root / "storage") == [f"default/rank-{rank:05d}" for rank in range(numbers[-1] if is_kept else 0)]
-
-
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
-LONG: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-    ((1, 2, 3, 1), {"options": {"overlap": "forward"}}),
+POWER = {"durability": "power"}
+USUAL: tuple[int, int, dict[str, Any]] = (2, 3, {"options": {"overlap": "forward"}})
+OTHERS: list[tuple[int, int, dict[str, Any]]] = [
+    (1, 2, {"options": {"overlap": "forward"}}),
     *(
-        ((2, 3, 1, 2), {"options": {"overlap": overlap, "state_format": state_format}})
+        (3, devices, {"options": {"overlap": overlap, "state_format": state_format}})
         for state_format in STATE_FORMATS
-        for overlap in ("none", "backward")
+        for devices, overlap in ((1, "none"), (2, "backward"))
     ),
-    ((3, 1, 2), {"options": {"zero": NVME}}),
-    (
-        (3, 1, 2),
-        {
-            "options": {"zero": {"sub_group_size": 3000}},
-            "transfer": {"dram_cache_bytes": 100_000, "durability": "power"},
-        },
-    ),
-    ((3, 1, 2), {"transfer": {"keep": True}}),
-    ((3, 1, 2), {"options": {"compression": {"ratio": 0.1}}}),  # a residual that begins at zero
+    (3, 2, {"options": {"zero": NVME}}),
+    (3, 1, {"options": {"zero": {"sub_group_size": 3000}}, "transfer": {"dram_cache_bytes": 100_000, **POWER}}),
+    (3, 2, {"transfer": {"keep": True}}),
+    (1, 2, {"options": {"compression": {"ratio": 0.1}}}),  # a residual that begins at zero
 ]
 
 
-@pytest.mark.parametrize(
-    ("numbers", "settings"),
-    [((2, 3, 1), {"options": {"overlap": "forward"}}), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
-)
-def test_several_numbers_in_turn(numbers: tuple[int, ...], settings: dict[str, Any], tmp_path: Path) -> None:
-    """A fit goes on with more processes and with fewer, with the bits with which checkpoints go on, from any home."""
-    passed_on(tmp_path, numbers, **settings, module={"width": 128})
+@pytest.mark.parametrize(("before", "devices", "settings"), long_but([USUAL], [USUAL, *OTHERS]))
+def test_another_number_of_processes(before: int, devices: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    """A fit goes on with more processes or fewer, with the bits with which its checkpoint goes on, from any home."""
+    settings = {**settings, "module": {"width": 128}, "trainer": {"max_steps": 5}}
+    folder, other = tmp_path / "storage", tmp_path / "checkpoint"
+    code, output = run(folder, devices=before, kill_at="error at batch start", kill_step=3, save_every=3, **settings)
+    assert code != 0 and "an error of the user's" in output, output[-4000:]
+    for out, resumed in ((folder, {"resume": True}), (other, {"checkpoint": str(folder / "last.ckpt")})):
+        _, output = run(out, devices=devices, seed=2, **resumed, **settings, ends=0)
+        assert output.count("random states are not restored") == 1
+    for rank in range(devices):
+        ours, theirs = steps_of(folder, rank), steps_of(other, rank)
+        assert [ours[step] for step in (4, 5)] == [*theirs.values()]
+        assert end_of(folder, rank)["state"] == end_of(other, rank)["state"]
+    assert len(stores(folder)) == len(stores(other))
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +156,7 @@ def test_what_is_refused_changes_nothing(left: Path, monkeypatch: pytest.MonkeyP
         full = refused(left, transfer={"gradient_bytes": "1GB"})  # a busy machine has little memory for gradients
     assert isinstance(full, StorageFullError) and "of 2 processes, which goes on with 1" in str(full)
     assert "Resume with 2 processes, save a checkpoint, and resume from that" in full.remedy
-    assert "its model was" in str(refused(left, module={"width": 32}))
+    assert "its model was" in str(refused(left, module={"turned": True}))
     part = left / "storage1/default/rank-00001"
     part.rename(left / "elsewhere")
     missing = refused(left)
@@ -204,19 +165,6 @@ def test_what_is_refused_changes_nothing(left: Path, monkeypatch: pytest.MonkeyP
     shutil.copytree(left / "elsewhere", part)
     fit(run_of(left, **FURTHER)).close()
     assert end_of(left)["step"] == 5 and stores(left) == []
-
-
-def test_a_process_that_cannot_reach_a_part(left: Path) -> None:
-    """The error names the part, and says how to go on without it: by a checkpoint."""
-    parts = find_parts([left / "storage0", left / "storage1"], ["default"])
-    (training,) = trainings_in(parts, "default")
-    lost = next(part for part in parts if part.rank == 1 and part.device == 1)
-    whole = rank_migration._folders_here(training, parts, rank=2)
-    assert whole == ((left / "storage0", left / "storage1"),) * 2
-    with pytest.raises(StorageError) as caught:
-        rank_migration._folders_here(training, [part for part in parts if part != lost], rank=2)
-    assert f"Rank 2 cannot reach {str(lost.path)!r}" in str(caught.value)
-    assert "Resume with 2 processes, save a checkpoint, and resume from that" in caught.value.remedy
 
 
 @pytest.mark.long
