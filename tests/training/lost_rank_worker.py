@@ -1,18 +1,17 @@
 """Goes on until something happens to rank 1: ``python -m tests.training.lost_rank_worker FOLDER CAUSE DOING RANKS``.
 
-Every rank writes a file ``at-work-<rank>`` in its fourth batch. CAUSE is a key of :data:`CAUSES`, ``nothing``, or
-``activations``, which are then on storage. DOING is a method of the Trainer, or a key of :data:`LOOPS`. If SIGTERM ends
-a fit, the ranks save a checkpoint together. With ``--machines`` each rank is on a machine of its own.
+Every rank writes the number of its process to ``at-work-<rank>`` in its fourth batch. CAUSE is a key of
+:data:`CAUSES`, ``nothing``, or ``activations``, which are then on storage. DOING is a method of the Trainer, or a key
+``fabric``. If SIGTERM ends a fit, the ranks save a checkpoint together. With ``--machines`` each rank is on a
+machine of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import itertools
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -77,7 +75,7 @@ CAUSES: dict[str, Callable[[], None]] = {
 def happen(batch: int, *, rank: int, folder: Path, cause: str) -> None:
     """Let it happen to rank 1 in the fourth batch."""
     if batch == 3:
-        (folder / f"at-work-{rank}").touch()
+        (folder / f"at-work-{rank}").write_text(str(os.getpid()))
         if rank == 1 and cause in CAUSES:
             CAUSES[cause]()
 
@@ -101,13 +99,6 @@ class Happening(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException) and trainer.state.fn == "fit":
             trainer.save_checkpoint(self.folder / "last.ckpt")
-
-
-class Saying(DummyLogger):
-    """A logger that says how the training ended."""
-
-    def finalize(self, status: str) -> None:
-        print(f"The logger ended with {status!r}.", flush=True)
 
 
 class _Endless(IterableDataset[torch.Tensor]):
@@ -135,26 +126,17 @@ def train(fabric: Fabric) -> Iterator[None]:
         optimizer.zero_grad()
 
 
-@torch.no_grad()
-def evaluate(fabric: Fabric) -> Iterator[None]:
-    """Evaluate for ever, and tell of each batch before it begins."""
-    model = fabric.setup_module(RECIPE.build_model())
-    for batch in itertools.count():
-        yield
-        model(RECIPE.batch(batch))
-
-
-LOOPS: dict[str, Callable[[Fabric], Iterator[None]]] = {"fabric": train, "fabric-evaluation": evaluate}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name, kind in {"folder": Path, "cause": str, "doing": str, "ranks": int}.items():
         parser.add_argument(name, type=kind)
     parser.add_argument("--machines", action="store_true", help="each rank is on a machine of its own")
+    parser.add_argument("--made-up", action="store_true", help="which is made up by its process")
     parser.add_argument("--default-limits", action="store_true", help="the limits are those of a user who sets none")
     given = parser.parse_args()
     folder, cause, doing = given.folder, given.cause, given.doing
+    if given.made_up:
+        become_node(int(os.environ["RANK"]), scratch=folder)
     options: dict[str, Any] = {"overlap": "none"}
     if not given.default_limits:
         options |= {"watchdog_timeout": SILENCE, "transfer": TransferConfig(io_timeout=IO_TIMEOUT)}
@@ -166,11 +148,11 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background ignores
     storage = folder / "{node}" / "storage"
     count = {"devices": 1, "num_nodes": given.ranks} if given.machines else {"devices": given.ranks}
-    if doing in LOOPS:
+    if doing == "fabric":
         strategy = SmartInfinityFabricStrategy(storage, **options)
         fabric = Fabric(accelerator="cpu", **count, strategy=strategy, precision="bf16-mixed")
         fabric.launch()
-        for batch, _ in enumerate(LOOPS[doing](fabric)):
+        for batch, _ in enumerate(train(fabric)):
             happen(batch, rank=fabric.global_rank, folder=folder, cause=cause)
     trainer = quiet_trainer(
         folder,
@@ -178,29 +160,9 @@ def main() -> None:
         **count,
         max_steps=1_000_000,
         limit_val_batches=0 if doing == "fit" else None,
-        logger=Saying(),
         callbacks=[Happening(folder, cause)],
     )
     getattr(trainer, doing)(Endless(RECIPE))
-
-
-def run_forked(environment: dict[str, str], output: Path, *arguments: str) -> None:
-    """Run as a rank in a process that was forked: with this environment, and output to a file.
-
-    With ``--machines`` the process is made up as a machine, named after the rank.
-    """
-    os.environ.clear()
-    os.environ |= environment
-    if "--machines" in arguments:
-        become_node(int(environment["RANK"]), scratch=output.parent)
-    with output.open("w") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-    sys.argv[1:] = arguments
-    try:
-        main()
-    finally:
-        atexit._run_exitfuncs()
 
 
 if __name__ == "__main__":
