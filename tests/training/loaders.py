@@ -102,7 +102,7 @@ def generator(seed: int = 5) -> torch.Generator:
 
 
 def replacing(data: Any, **options: Any) -> DataLoader[Any]:
-    return DataLoader(data, 2, sampler=RandomSampler(data, replacement=True, num_samples=70, **options))
+    return DataLoader(data, 2, sampler=RandomSampler(data, replacement=True, num_samples=40, **options))
 
 
 def distributed(data: Any, **options: Any) -> DataLoader[Any]:
@@ -126,6 +126,7 @@ LOADERS: dict[str, Callable[[Any], DataLoader[Any]]] = {
     "distributed": distributed,
     "batch sampler": lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=True)),
     "eager": lambda data: DataLoader(data, 2, sampler=Eager()),
+    "drawing": lambda data: DataLoader(data, 3, sampler=Drawing()),
     "eager batches": lambda data: DataLoader(data, batch_sampler=EagerBatches()),  # type: ignore[arg-type]
     "no batches": lambda data: DataLoader(data, batch_size=None, shuffle=True),
     "eager without batches": lambda data: DataLoader(data, batch_size=None, sampler=Eager()),
@@ -154,13 +155,6 @@ WORKERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "own loader": lambda: Doubling(Plain(), 4, shuffle=True, num_workers=1),
     "stream": lambda: DataLoader(SizedStream(), 4, num_workers=1),
 }
-
-
-def seed(value: int) -> None:
-    """Seed all three generators."""
-    random.seed(value)
-    np.random.seed(value)
-    torch.manual_seed(value)
 
 
 def stopped(loader: Any, num_batches: int) -> tuple[Any, Any]:

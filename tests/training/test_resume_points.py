@@ -1,60 +1,22 @@
-"""A resumed fit draws the same random numbers as an uninterrupted one, or warns that it does not.
-
-States of callbacks and schedulers come back by default.
-
-Here Lightning's loops run under a strategy without DeepSpeed. test_storage_resume.py covers the whole flow.
-"""
+"""A resumed fit draws the same random numbers as an uninterrupted one, or warns that it does not."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-import numpy as np
 import pytest
-import torch
-from lightning.pytorch import callbacks
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_smartinfinity.resume import loops
-from lightning_smartinfinity.resume import random_states as rng
 from tests.helpers.long_cases import long_but
-from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.random_fit import LitRandom, SaveAt, StatefulLoader, seed
+from tests.helpers.random_fit import LitRandom, SaveAt, seed
 from tests.helpers.trainers import quiet_trainer
-
-
-class Remembering(SingleDeviceStrategy):
-    """A strategy that treats random states as SmartInfinityStrategy does."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.state: Any = None
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        checkpoint[rng.RNG_KEY] = rng.capture(self.root_device, world_size=1)
-        super().save_checkpoint(checkpoint, *args, **kwargs)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(*args, **kwargs)
-        self.state = checkpoint.pop(rng.RNG_KEY)
-        return checkpoint
-
-    def on_train_start(self) -> None:
-        loops.load_loader_states(self.lightning_module.trainer)
-        if self.state is not None:
-            rng.restore(self.state, self.root_device)
-            loops.continue_epoch(self.lightning_module.trainer)
 
 
 def fit(module: LitRandom, root: Path, *callbacks: Any, resume: Path | None = None, **options: Any) -> None:
     settings: dict[str, Any] = {"precision": "32-true", "max_epochs": 3, "callbacks": list(callbacks), **options}
-    quiet_trainer(root, Remembering(), **settings).fit(module, ckpt_path=resume, weights_only=False)
+    quiet_trainer(root, **settings).fit(module, ckpt_path=resume)
 
 
 def resumed_and_straight(
@@ -140,98 +102,3 @@ def test_resume_that_cannot_be_exact_warns_once(name: str, tmp_path: Path) -> No
     assert len(messages) == 1
     assert re.search(lost, messages[0])
     assert "resume from a checkpoint of" in messages[0]
-
-
-def test_random_numbers_of_workers_within_an_epoch_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stateful loader continues, but its workers draw from new seeds. A warning says so."""
-    monkeypatch.setattr(StatefulLoader, "num_workers", 2, raising=False)
-    *_, messages = resumed_and_straight(tmp_path, "batch-1-2", {"stateful": True})
-    assert len(messages) == 1 and "workers" in messages[0]
-    *_, messages = resumed_and_straight(tmp_path, "epoch-0-4", {"stateful": True})
-    assert not messages
-
-
-RECIPE = Recipe(validate=True, epoch_batches=2)
-
-
-class Warmup:
-    """A rate that is an object with a state."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, epoch: int) -> float:
-        self.calls += 1
-        return 0.5**epoch
-
-
-class Scheduled(LitTiny):
-    """A module whose scheduler has an object with a state, and hyperparameters of the kinds that people use."""
-
-    def __init__(self, rate: Any = 0.1, folder: Path = Path("data")) -> None:
-        super().__init__(RECIPE)
-        self.save_hyperparameters()
-
-    def configure_optimizers(self) -> Any:
-        optimizer = RECIPE.build_optimizer(list(self.model.named_parameters()))
-        return {"optimizer": optimizer, "lr_scheduler": LambdaLR(optimizer, Warmup())}
-
-
-class History(pl.Callback):
-    """A callback whose state is an array."""
-
-    def __init__(self) -> None:
-        self.losses = np.zeros(0)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self.losses = np.append(self.losses, pl_module.losses[-1])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": self.losses, "best": np.float64(self.losses.min(initial=9)), "folder": Path("here")}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.losses = state_dict["losses"]
-        assert state_dict["best"] == self.losses.min() and state_dict["folder"] == Path("here")
-
-
-def trainer_of(root: Path, max_epochs: int) -> pl.Trainer:
-    return quiet_trainer(
-        root,
-        max_epochs=max_epochs,
-        enable_checkpointing=True,
-        enable_progress_bar=True,
-        logger=True,
-        callbacks=[
-            callbacks.ModelCheckpoint(root / "kept", monitor="val_loss", save_top_k=2, save_last=True),
-            callbacks.EarlyStopping("val_loss", patience=9),
-            callbacks.LearningRateMonitor(),
-            callbacks.Timer(timedelta(hours=9)),
-            callbacks.GradientAccumulationScheduler({1: 2}),
-            callbacks.DeviceStatsMonitor(),
-            History(),
-        ],
-    )
-
-
-def states_of(trainer: pl.Trainer) -> dict[str, Any]:
-    found: dict[str, Any] = {type(each).__name__: each.state_dict() for each in trainer.callbacks}  # type: ignore[attr-defined]
-    del found["Timer"]  # it measures
-    return found
-
-
-def test_a_resume_restores_what_callbacks_and_schedulers_keep(tmp_path: Path) -> None:
-    """A fit that resumes by default ends in the states of callbacks, rates and losses of one that ran through."""
-    whole, module = trainer_of(tmp_path / "whole", 3), Scheduled(rate=np.float32(0.5))
-    whole.fit(module)
-    first = trainer_of(tmp_path / "parts", 2)
-    first.fit(Scheduled(rate=np.float32(0.5)))
-    last = tmp_path / "last.ckpt"
-    first.save_checkpoint(last)
-    resumed, second = Scheduled(), trainer_of(tmp_path / "parts", 3)
-    second.fit(resumed, ckpt_path=last)
-    assert resumed.losses == module.losses[-len(resumed.losses) :] and len(resumed.losses) == 2
-    rates = [[group["lr"] for group in each.optimizers[0].param_groups] for each in (second, whole)]
-    assert rates[0] == rates[1]
-    assert repr(states_of(second)).replace("parts", "whole") == repr(states_of(whole))

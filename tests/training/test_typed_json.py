@@ -12,6 +12,7 @@ import struct
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from functools import reduce
 from pathlib import PosixPath, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -131,6 +132,7 @@ CONTAINERS: list[Any] = [
         [-(2**63), 2**63 - 1] * 20,
         [1.0] * 50,
     ),
+    *([[1]] * 2, reduce(lambda inner, _: OrderedDict({(1,): inner}), range(97), OrderedDict())),
     *({1, "a", (2, 3)}, frozenset({1.5, None}), with_metadata(), random.Random(3).getstate(), np.random.get_state()),
 ]
 ARRAYS: list[Any] = [
@@ -184,13 +186,6 @@ def test_a_value_comes_back(value: Any) -> None:
     """Types, bits and orders are those of the value."""
     assert parts(again(value)) == parts(value)
     assert parts(again({"a": [value]})) == parts({"a": [value]})
-
-
-def test_a_namespace_may_have_any_attribute() -> None:
-    """An attribute called ``self`` comes back, too, although no argument of the class can have that name."""
-    value = argparse.Namespace()
-    vars(value)["self"] = 1
-    assert parts(again(value)) == parts(value)
 
 
 def test_arrays_are_writable_and_own_their_memory() -> None:
@@ -278,29 +273,17 @@ def cyclic() -> list[Any]:
     return value
 
 
-def deep(levels: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
 def of_attributes(kind: Callable[[], Any]) -> Any:
     value = kind()
     value.own = 1
     return value
 
 
-def a_function() -> None:
-    pass
-
-
 HERE = __name__
 UNWRITABLE: dict[str, tuple[Any, str]] = {
-    "function": (a_function, "function"),
+    "function": (parts, "function"),
     "class": (int, "type"),
     "object": (object(), "object"),
-    "lambda": (lambda: None, "function"),
     "enum": (Color.RED, f"{HERE}.Color"),
     "int enum": (Level.HIGH, f"{HERE}.Level"),
     "named tuple": (Point(1), f"{HERE}.Point"),
@@ -317,7 +300,7 @@ UNWRITABLE: dict[str, tuple[Any, str]] = {
     "masked": (np.ma.array([1]), "numpy.ma.MaskedArray"),
     "no bytes": (np.zeros(3, "V0"), "numpy.ndarray"),
     "generator": (torch.Generator(), "torch._C.Generator"),
-    "factory": (defaultdict(a_function), "collections.defaultdict"),
+    "factory": (defaultdict(parts), "collections.defaultdict"),
     "ordered": (of_attributes(OrderedDict), "collections.OrderedDict"),
     "counter": (of_attributes(Counter), "collections.Counter"),
     "zone": (datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(0), "Z")), "datetime.datetime"),
@@ -349,7 +332,7 @@ def test_the_place_and_type_of_what_cannot_be_written_are_told(name: str) -> Non
         ({"s": {Color.RED}}, "['s']"),
         ({"s": frozenset({(1, Color.RED)})}, "['s'][1]"),
         ({"c": cyclic()}, "['c'][1]"),
-        (deep(200), "[0]" * 100),
+        (reduce(lambda inner, _: [inner], range(200), []), "[0]" * 100),
     ],
     ids=["key", "set", "tuple in a set", "cycle", "deep"],
 )
@@ -358,22 +341,6 @@ def test_places_of_keys_members_and_cycles(value: Any, where: str) -> None:
     with pytest.raises(UnwritableError) as caught:
         encode(value)
     assert caught.value.where == where
-
-
-def test_a_list_may_be_there_twice() -> None:
-    """Two references to a list are no cycle. They become two lists."""
-    one = [1]
-    first, second = again([one, one])
-    assert first == second == one
-    assert first is not second
-
-
-def test_deep_values_come_back() -> None:
-    """A hundred containers inside of each other are written, of a kind that takes most levels of JSON."""
-    value: Any = 1
-    for _ in range(99):
-        value = OrderedDict({(1,): value})
-    assert parts(again(value)) == parts(value)
 
 
 def of_text(text: str, after: bytes = b"") -> bytes:
