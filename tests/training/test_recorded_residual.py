@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import warnings
@@ -13,17 +12,14 @@ import lightning.pytorch as pl
 import pytest
 from deepspeed.runtime.zero import GatheredParameters
 
-from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageError, StorageFullError, TopK
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageError, TopK
 from lightning_smartinfinity.pipeline.handler import TransferHandler
-from lightning_smartinfinity.storage import StateStore, recover_store
-from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 from lightning_smartinfinity.storage.records.residual_write import ResidualWrite
-from lightning_smartinfinity.zero3.setup import reopening
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.waiting import LIMIT
-from tests.reliability.interrupted import Interrupted, same
+from tests.reliability.faults import Interrupted, same
 from tests.stock.systems import Hook
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
@@ -92,63 +88,6 @@ def test_training_goes_on_while_it_is_written(
     assert begun.count("update") == 4 and begun.count("written") >= 4
 
 
-def test_a_disk_that_takes_no_residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on, a warning says that nothing can be resumed, once, and nothing stays."""
-
-    def fail(*_: Any) -> None:
-        raise StorageError("Cannot write.", "Look at the disk.")
-
-    monkeypatch.setattr(ResidualWrite, "_write", fail)
-
-    def break_fit(_: Any) -> None:
-        raise Broken
-
-    strategy = strategy_in(tmp_path)
-    with (
-        pytest.warns(UserWarning, match=r"cannot be resumed from storage here.*Cannot write") as told,
-        pytest.raises(Broken),
-    ):
-        fit(LitTiny(RECIPE), tmp_path, strategy, max_steps=4, callbacks=[Hook(3, break_fit)])
-    assert sum("cannot be resumed" in str(warning.message) for warning in told) == 1
-    strategy.close()
-    assert not list((tmp_path / "state").iterdir())
-
-
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set-up asks for the space of both residuals, and says how to do without."""
-    strategy = strategy_in(tmp_path)
-    fit(LitTiny(RECIPE), tmp_path, strategy, max_steps=1)
-    both, state = residual_bytes(strategy.state_numel), strategy.state_bytes
-    strategy.close()
-    real = os.statvfs
-
-    def short(path: Any) -> os.statvfs_result:
-        values = list(real(path))
-        values[4] = (state + both) // values[1]  # without the small files of the state
-        return os.statvfs_result(values)
-
-    monkeypatch.setattr(os, "statvfs", short)
-    with pytest.raises(StorageFullError, match=r"optimizer state and the residuals of compressed.*keep=False"):
-        fit(LitTiny(RECIPE), tmp_path, strategy_in(tmp_path), max_steps=1)
-    assert not (tmp_path / "state").exists() or not list((tmp_path / "state").iterdir())
-
-
-def test_damage_on_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bit that flips after the residual was looked at ends the resume with our own error, and the state stays."""
-    interrupted = Interrupted(tmp_path, RECIPE)
-    newest = max(interrupted.folder.glob("residual-*.bin"), key=lambda path: path.stat().st_mtime_ns)
-
-    def damaging(*args: Any, **settings: Any) -> StateStore:
-        content = newest.read_bytes()
-        newest.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-        return recover_store(*args, **settings)
-
-    monkeypatch.setattr(reopening, "recover_store", damaging)
-    with pytest.raises(StorageError, match=f"offset 0 of '{newest}' is damaged"):
-        interrupted.resumed()
-    assert newest.exists()
-
-
 FROZEN = Recipe(frozen=True, depth=1, max_steps=4)
 CANNOT = "An interrupted training cannot be resumed from storage here"
 
@@ -181,22 +120,34 @@ class OddState(pl.Callback):
         return {"kept": [1, object()]}
 
 
+def no_residual(*_: Any) -> None:
+    raise StorageError("Cannot write.", "Look at the disk.")
+
+
 @pytest.mark.parametrize(
     ("callback", "num_before", "reason"),
     [
+        (None, 1, "Cannot write"),
         (OddState(), 0, r"\['checkpoint'\]\['callbacks'\]\['OddState'\]\['kept'\]\[1\] is a object, which"),
         (Hook(2, write_frozen), 2, "a parameter that is not trained was written, and storage holds none of these"),
     ],
-    ids=["state of a callback", "frozen parameter"],
+    ids=["residual", "state of a callback", "frozen parameter"],
 )
-def test_a_fit_that_cannot_be_recorded(callback: pl.Callback, num_before: int, reason: str, tmp_path: Path) -> None:
-    """A state is named before the first batch, a write to a frozen parameter behind its batch; each once."""
-    strategy = SmartInfinityStrategy(tmp_path / "state", overlap="none")
+def test_a_fit_that_cannot_be_recorded(
+    callback: pl.Callback | None, num_before: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state is named before the first batch, a write to a frozen parameter behind its batch; each once.
+
+    So is a disk that takes no residual.
+    """
+    if callback is None:
+        monkeypatch.setattr(ResidualWrite, "_write", no_residual)
+    strategy = strategy_in(tmp_path)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         module = Breaking(told)
         with pytest.raises(Broken):
-            quiet_trainer(tmp_path, strategy, max_steps=4, callbacks=[callback]).fit(module)
+            quiet_trainer(tmp_path, strategy, max_steps=4, callbacks=callback).fit(module)
     strategy.close()
     found = [str(one.message) for one in told if CANNOT in str(one.message)]
     assert len(found) == 1 and re.search(reason, found[0])

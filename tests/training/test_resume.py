@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
-from lightning_smartinfinity.native.formats import STATE_FORMATS
 from tests.helpers import reference
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.training.test_bad_input import assert_helpful, fit
-from tests.training.worker import Outcome, Recorder, Run, launch, train
+from tests.training.worker import Outcome, Run, launch, train
 
 # Together the usual ones are all.
 FEW, OTHERS = ["16-true"], ["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
@@ -84,44 +83,27 @@ def _run(out: Path, precision: str, devices: int, *, save_at: tuple[int, ...]) -
 RECIPE = Recipe(precision="bf16-mixed", groups=True, scheduler="step", clip=0.5, skip_side_at=(1,), max_steps=6)
 
 
-def trained(out: Path, state_format: str, *, recipe: Recipe = RECIPE, **settings: Any) -> tuple[list[float], Recorder]:
-    run = Run(out=str(out), recipe=recipe, options={"state_format": state_format}, **settings)
-    module, trainer, recorder = train(run)
-    strategy: Any = trainer.strategy
-    recorder.extra["bytes"] = strategy.state_bytes / strategy.state_numel
-    strategy.close()
-    return module.losses, recorder
-
-
-@pytest.mark.parametrize(("state_format", "nbytes"), [("bf16", 8), ("int8", 6), ("int8_remainder", 6)])
-def test_losses_follow_torch(state_format: str, nbytes: int, tmp_path: Path) -> None:
-    """With groups, a scheduler, clipping and an unused parameter losses stay near torch's.
-
-    The state takes two places of the format's size.
-    """
-    losses, recorder = trained(tmp_path, state_format)
-    expected = torch.tensor(reference.train(RECIPE).losses)
-    torch.testing.assert_close(torch.tensor(losses), expected, atol=3e-2, rtol=0)
-    assert recorder.extra["state_entries"] == 0
-    assert 2 * nbytes <= recorder.extra["bytes"] < 2 * nbytes + 3
+NUM_BYTES = [("fp32", 12), ("int8_remainder", 6), ("bf16", 8), ("int8", 6), ("fp32", 12)]
 
 
 def test_checkpoints_go_from_format_to_format(tmp_path: Path) -> None:
-    """Each format resumes from the checkpoint of another one, and the losses stay near those of fp32."""
-    expected, _ = trained(tmp_path / "fp32", "fp32", save_at=(2,))
-    checkpoint = tmp_path / "fp32" / "step-2.ckpt"
-    for step, state_format in enumerate(["int8_remainder", "bf16", "int8", "fp32"], start=3):
-        out, recipe = tmp_path / state_format / "resumed", dataclasses.replace(RECIPE, max_steps=step)
-        losses, _ = trained(out, state_format, recipe=recipe, resume=str(checkpoint), save_at=(step,))
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[step - 1 : step]), atol=3e-2, rtol=0)
-        checkpoint = out / f"step-{step}.ckpt"
+    """Each format resumes from the checkpoint of another one, and with each the losses stay near torch's.
 
-
-def test_an_unknown_format(tmp_path: Path) -> None:
-    """The error names those that the store writes."""
-    with pytest.raises(ConfigError) as caught:
-        SmartInfinityStrategy(tmp_path / "storage", state_format="int4")
-    assert_helpful(caught.value, "'int4'", *STATE_FORMATS)
+    The run has groups, a scheduler, clipping and an unused parameter. The state takes two places of the format's size.
+    """
+    recipe = dataclasses.replace(RECIPE, max_steps=10)
+    expected, found, checkpoint = torch.tensor(reference.train(recipe).losses), list[float](), None
+    for step, (state_format, nbytes) in enumerate(NUM_BYTES, start=1):
+        out, recipe = tmp_path / f"{step}", dataclasses.replace(RECIPE, max_steps=2 * step)
+        run = Run(out=str(out), recipe=recipe, options={"state_format": state_format}, resume=checkpoint)
+        module, trainer, recorder = train(dataclasses.replace(run, save_at=(2 * step,)))
+        strategy: Any = trainer.strategy
+        assert 2 * nbytes <= strategy.state_bytes / strategy.state_numel < 2 * nbytes + 3
+        assert recorder.extra["state_entries"] == 0
+        strategy.close()
+        found += module.losses
+        checkpoint = str(out / f"step-{2 * step}.ckpt")
+    torch.testing.assert_close(torch.tensor(found), expected, atol=3e-2, rtol=0)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from typing import Any
@@ -14,8 +13,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_smartinfinity import ConfigError, SmartInfinityFabricStrategy, SmartInfinityStrategy
 from lightning_smartinfinity.integrations.fabric.strategy import FabricOptions
 from lightning_smartinfinity.integrations.trainer.strategy import LightningOptions
-from lightning_smartinfinity.settings.options import OF_FABRIC, OF_TRAINER, refuse_unknown
-from lightning_smartinfinity.zero3 import prepare_environment
 
 DEFAULTS = {
     name: parameter.default
@@ -56,24 +53,3 @@ def test_an_option_of_stock_deepspeed(name: str) -> None:
         assert caught.value.problem == f"{strategy.__name__} has no setting {name!r}."
         assert re.match("Leave it out|Pass|Call", caught.value.remedy), "the option has no answer of its own"
         assert not [word for word in FOREIGN[strategy] if word in caught.value.remedy]
-
-
-@pytest.mark.parametrize("remedies", [OF_TRAINER, OF_FABRIC], ids=["Trainer", "Fabric"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_written_instead_is_taken(name: str, remedies: dict[str, str]) -> None:
-    """The settings that an answer names are not refused in turn, neither here nor by DeepSpeed."""
-    prepare_environment("cpu", local_world_size=1)
-    from lightning_smartinfinity.zero3.setup.validation import check_zero_section
-
-    with pytest.raises(ConfigError) as caught:
-        refuse_unknown("Strategy", {name: value_of(name)}, remedies=remedies)
-    answer = caught.value.remedy
-    found = {
-        key: ast.literal_eval(text)
-        for key, text in re.findall(r"\b(zero|transfer|storage)=(\{[^.]*?\}+|'[^']*')(?=[ ;,.:])", answer)
-    }
-    strategy = SmartInfinityStrategy(**found)
-    assert isinstance(strategy.config, dict)
-    check_zero_section(strategy.config["zero_optimization"])
-    if answer.startswith("Pass") and "=(...)" not in answer and "={...}" not in answer:
-        assert found or "precision=" in answer

@@ -12,7 +12,6 @@ import torch
 
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.models import Recipe
-from tests.helpers.plain import Everything
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_loop_manual import Manual
 
@@ -51,9 +50,9 @@ def in_fabric(root: Path, overlap: str, *, tells: bool = False) -> Trained:
     return ended(fabric.strategy, trained, module, modes, losses, caught)
 
 
-def by_hand(root: Path, overlap: str, kind: type[Everything] = Manual) -> Trained:
-    """Train in a Trainer, by default in manual optimization."""
-    module = kind()
+def by_hand(root: Path, overlap: str) -> Trained:
+    """Train in a Trainer, in manual optimization."""
+    module = Manual()
     modes: list[str] = []
     module.on_train_batch_end = lambda *_: modes.append(trainer.strategy.optimizers[0].overlap.mode)  # type: ignore[method-assign]
     trainer = quiet_trainer(root, overlap=overlap, max_steps=RECIPE.max_steps, limit_val_batches=0)
@@ -79,23 +78,18 @@ def assert_same(ours: Trained, theirs: Trained) -> None:
 @pytest.mark.parametrize("train", [in_fabric, by_hand])
 def test_backward(train: Any, tmp_path: Path) -> None:
     """A warning says once why no update begins within backward. The bits are the same. ``auto`` tries nothing."""
-    assert set(train(tmp_path / "auto", "auto").modes) == {"forward"}
-    trained = train(tmp_path / "backward", "backward")
+    auto, trained = train(tmp_path / "auto", "auto"), train(tmp_path / "backward", "backward")
+    assert set(auto.modes) == {"forward"}
     (warning,) = trained.warned
     assert "works as 'forward': no caller announces before a backward that a step follows it" in warning
     assert trained.num_adopted == 0
-    assert_same(trained, train(tmp_path / "none", "none"))
+    assert_same(trained, auto)
 
 
 def test_a_loop_in_fabric_that_tells(tmp_path: Path) -> None:
     """With DeepSpeed's call before each backward ``auto`` tries it, and updates begin within backward."""
-    trained = in_fabric(tmp_path / "auto", "auto", tells=True)
-    assert trained.modes[4:8] == 4 * ["backward"] and trained.num_adopted >= 3
-    assert_same(trained, in_fabric(tmp_path / "none", "none"))
+    auto = in_fabric(tmp_path / "auto", "auto", tells=True)
+    assert auto.modes[4:8] == 4 * ["backward"] and auto.num_adopted >= 3
     backward = in_fabric(tmp_path / "backward", "backward", tells=True)
     assert (backward.num_adopted, backward.warned) == (RECIPE.max_steps, [])
-
-
-def test_automatic_optimization(tmp_path: Path) -> None:
-    """Lightning's own loop tells, so ``auto`` tries it."""
-    assert by_hand(tmp_path, "auto", Everything).modes[4:8] == 4 * ["backward"]
+    assert_same(auto, backward)
