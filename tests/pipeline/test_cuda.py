@@ -16,9 +16,7 @@ import torch
 
 from lightning_smartinfinity.errors import CudaError, StorageError
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
-from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
-from lightning_smartinfinity.settings import BlockScaled, GradientCodec, TopK
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
@@ -433,20 +431,6 @@ def test_memory_that_cannot_be_registered_warns_once(tmp_path: Path, link: FakeL
         host.steps(range(3))
         assert_equal(run.state(), host.state())
     run.close()
-
-
-@pytest.mark.parametrize(("codec", "registered"), [(TopK(0.1), 1), (TopK(0.1, exact=False), 0), (BlockScaled(), 0)])
-def test_a_residual_that_goes_to_the_device(codec: GradientCodec, registered: int, link: FakeLink) -> None:
-    """The residual is registered until it is closed if its device selects the gradients."""
-    layout = layout_of(Case())
-    gradients = torch.zeros(layout.numel)
-    compressed = CompressedGradients(
-        layout, codec, gradients=gradients, num_threads=1, device=torch.device("cpu"), link=link
-    )
-    assert link.fake.held()["registered"] == registered
-    compressed.close()
-    compressed.close()
-    assert link.fake.held()["registered"] == 0
 
 
 def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, fake_cuda: FakeCuda) -> None:

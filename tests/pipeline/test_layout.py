@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,19 +108,6 @@ def test_extents(numels: list[int], name: str, tasklet_bytes: int, num_arrays: i
     assert max(counts) - min(counts) <= 2
     assert [extents.file_bytes(device) for device in range(devices)] == [n * extents.place_bytes for n in counts]
     assert extents.first_assigned.tolist() == [index % devices for index in range(len(layout.tasklets))]
-
-
-@pytest.mark.parametrize(
-    ("name", "item_bytes"), [("fp32", 12), ("bf16", 8), ("int8", 6 + 2 / 256), ("int8_remainder", 6 + 2 / 256)]
-)
-def test_bytes_per_parameter(name: str, item_bytes: float) -> None:
-    """Large parameters take the format's documented bytes, within one percent."""
-    slices = [ParameterSlice(name="", numel=50_000_000, real_numel=50_000_000, group=0, sub_group=0)]
-    layout = build_layout(
-        slices, tasklet_bytes=4 << 20, num_arrays=3, num_devices=1, places_per_tasklet=1, state_format=name
-    )
-    assert item_bytes <= layout.extents.file_bytes(0) / layout.numel < 1.01 * item_bytes
-    assert max(extent.nbytes for extent in layout.extents.extents) > 0.98 * (4 << 20)
 
 
 def test_crowds_of_tiny_parameters_fit_too() -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import TopK
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory, TensorPartition
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from tests.helpers.native_testing import inject
@@ -92,6 +93,34 @@ def set_partition(run: Run, values: Sequence[torch.Tensor]) -> None:
         tensor.copy_(value)
 
 
+class LatePartition(TensorPartition):
+    """A partition that copies as late as its contract allows, namely when it is waited for."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._late: list[Callable[[], None]] = []
+
+    def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        put, copied = super().put, values.clone()  # the buffer may be filled again
+        self._late.append(lambda: put(sub_group, offset, copied))
+
+    def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        get = super().get
+        self._late.append(lambda: get(sub_group, offset, values))
+
+    def synchronize(self) -> None:
+        for copy in self._late:
+            copy()
+        self._late.clear()
+
+
+class LateRun(Run):
+    """A run whose staging buffer must not be filled again before it was copied."""
+
+    def outputs(self) -> ParameterMemory:
+        return LatePartition(self.partition) if self.case.staged else super().outputs()
+
+
 class Pair:
     """A run, and the plainest run of the steps and changes that it commits.
 
@@ -114,7 +143,7 @@ class Pair:
             compression=case.compression,
             tasklet_bytes=case.tasklet_bytes if case.compression else 1 << 20,  # whose largest gradients are sent
         )
-        self.plain, self.run = Run(folder / "plain", plain), Run(self.folder, case)
+        self.plain, self.run = Run(folder / "plain", plain), LateRun(self.folder, case)
         self.disturb()
 
     def disturb(self, **faults: int) -> None:
@@ -213,7 +242,7 @@ class Pair:
 
     def initialize(self) -> None:
         """Masters are the widened parameters, and all else is as before the first step of torch's optimizer."""
-        self.both(Run.initialize)
+        self.both(lambda run: run.initialize())
         state = self.plain.state()
         assert torch.equal(state["master"], state["partition"].float())
         first = self.case.defaults.get("initial_accumulator_value", 0)
@@ -240,7 +269,7 @@ class Pair:
         """Close the run, and recover it in another handler, which has the parameters of a checkpoint."""
         for _ in range(2):
             self.run.close(remove=False)
-        self.run = Run(self.folder, self.case, recover=True)
+        self.run = LateRun(self.folder, self.case, recover=True)
         set_partition(self.run, self.plain.partition)
         self.disturb()
 

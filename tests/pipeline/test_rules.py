@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -100,19 +99,6 @@ def test_first_values() -> None:
     optimizer.defaults["initial_accumulator_value"] = -1.0
     with pytest.raises(ConfigError, match="initial_accumulator_value"):
         rule_for(optimizer)
-
-
-def test_rmsprop_keeps_what_its_groups_use() -> None:
-    """As in torch, RMSprop keeps the buffer with momentum and the average of gradients when centered."""
-    rule = rule_for(torch.optim.RMSprop(parameters()))
-    for momentum, centered in itertools.product((0.0, 0.9), (False, True)):
-        parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.RMSprop([parameter], momentum=momentum, centered=centered)
-        parameter.grad = torch.ones(3)
-        optimizer.step()
-        assert {"step", *rule.kept_arrays(optimizer.param_groups)} == optimizer.state[parameter].keys()
-    plain = torch.optim.RMSprop(parameters()).param_groups
-    assert rule.kept_arrays([*plain, *optimizer.param_groups]) == rule.arrays[1:]
 
 
 def test_tensor_hyperparameters() -> None:

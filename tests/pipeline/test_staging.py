@@ -17,57 +17,10 @@ from lightning_smartinfinity.native import Batch
 from lightning_smartinfinity.pipeline.parameters.partitions import TensorPartition
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import LIMIT, await_that
-from tests.pipeline.harness import Case, Run, assert_equal, running
+from tests.pipeline.harness import Case, assert_equal, running
 
 # There are more tasklets than rows, so that each row is used again.
 SMALL_RING = Case(staged=True, num_buffers=2, shapes=((60_000, 0, 0, 0), (3, 0, 1, 0), (50_000, 3, 1, 1)))
-
-
-class LatePartition(TensorPartition):
-    """A partition that copies as late as its contract allows, namely when it is waited for."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__(tensors)
-        self._late: list[Callable[[], None]] = []
-
-    def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
-        put, copied = super().put, values.clone()  # the buffer may be filled again
-        self._late.append(lambda: put(sub_group, offset, copied))
-
-    def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
-        get = super().get
-        self._late.append(lambda: get(sub_group, offset, values))
-
-    def synchronize(self) -> None:
-        for copy in self._late:
-            copy()
-        self._late.clear()
-
-
-class LateRun(Run):
-    """A run whose partition is a :class:`LatePartition`."""
-
-    def outputs(self) -> LatePartition:
-        return LatePartition(self.partition)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_staging_is_not_overwritten_before_it_was_copied(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Copies delayed until they are waited for give the bits of an unstaged partition, with rollback too."""
-    case = SMALL_RING.but(dtype=dtype)
-    with running(tmp_path / "direct", case.but(staged=False)) as run:
-        run.steps(range(3))
-        expected = run.state()
-    run = LateRun(tmp_path / "late", case)
-    run.step(0)
-    before = run.state()
-    run.handler.begin_step(run.collect(3))
-    run.handler.step.wait(slice(0, 1))
-    run.handler.roll_back()
-    assert_equal(run.state(), before)
-    run.steps(range(1, 3))
-    assert_equal(run.state(), expected)
-    run.close()
 
 
 def test_the_update_goes_on_by_itself(tmp_path: Path) -> None:

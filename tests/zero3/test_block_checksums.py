@@ -1,4 +1,4 @@
-"""Checksums of blocks of values."""
+"""Checksums of blocks of values, and of data that several processes hold."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import BlockChecksums, SavedArray, VerifiedBlocks
+from lightning_smartinfinity.zero3.engine.record import crc32c_of_both
 
 BLOCK = 65536
 ARRAY = SavedArray("weight/fp32.pt", "fp32")
@@ -50,3 +52,13 @@ def test_any_part_is_verified(begin: int, end: int) -> None:
         read(checksums)
     with pytest.raises(CheckpointError, match="is damaged"):
         read([])
+
+
+@pytest.mark.parametrize("borders", [[], [0, 1], [777, 777, 4999]])
+def test_parts_have_the_checksum_of_the_whole(borders: list[int]) -> None:
+    """However data is cut, the checksums of its parts combine to that of the whole; empty parts count for nothing."""
+    data, crc = np.random.default_rng(0).integers(0, 256, 5000, np.uint8), 0
+    for begin, end in zip([0, *borders], [*borders, len(data)], strict=True):
+        part = data[begin:end]
+        crc = crc32c_of_both(crc, native.crc32c(part.ctypes.data, len(part), 0), len(part))
+    assert crc == native.crc32c(data.ctypes.data, len(data), 0)

@@ -31,10 +31,3 @@ def test_gathers_are_waited_for_or_forgotten() -> None:
     assert all(handle.waited for handle in handles) and not module.ds_inflight_param_registry
     assert module.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
     assert module.bias.ds_status is ZeroParamStatus.AVAILABLE and module.bias.numel() == 2
-
-
-def test_a_module_without_gathers() -> None:
-    """Nothing happens to a module that DeepSpeed does not know."""
-    module = torch.nn.Linear(2, 2)
-    end_gathers(module)
-    assert module.weight.numel() == 4

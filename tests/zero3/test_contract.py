@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,13 +13,24 @@ import pytest
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed.ops
+import lightning.pytorch as pl
+import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import groups
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
+from lightning_smartinfinity.integrations.fabric.strategy import SmartInfinityFabricStrategy
+from lightning_smartinfinity.integrations.precision import SmartInfinityPrecision
 from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
+from lightning_smartinfinity.zero3.checkpoints.save.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+from lightning_smartinfinity.zero3.optimizer import release
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 
 
@@ -34,28 +46,97 @@ def passed(function: Any) -> list[str]:
     return list(inspect.signature(undecorated(function)).parameters)
 
 
+OVERRIDING: list[tuple[Any, Any, list[str]]] = [
+    (
+        StorageOptimizer,
+        DeepSpeedZeroOptimizer_Stage3,
+        [
+            *("_setup_for_real_optimizer", "_create_fp32_partitions", "_partition_all_parameters", "destroy"),
+            *("partition_grads", "reduce_ready_partitions_and_remove_grads", "backward_epilogue", "zero_grad", "step"),
+            *("reduce_independent_p_g_buckets_and_remove_grads", "checkpoint_event_prologue"),
+            *("_rigid_state_dict", "_rigid_load_state_dict", "_restore_from_bit16_weights"),
+            *("_get_fp32_grad_state_partition", "_get_fp32_opt_state_partition"),
+            *("set_full_hp_param", "set_local_hp_param", "get_fp32_grad_for_param", "get_local_fp32_grad_for_param"),
+            *("set_fp32_grad_for_param", "set_local_grad_for_param", "update_fp32_grad_for_param_vectorized"),
+            *("offload_states", "reload_states"),
+        ],
+    ),
+    (
+        SmartInfinityEngine,
+        DeepSpeedEngine,
+        [
+            *("_configure_zero_optimizer", "_configure_distributed_model", "_broadcast_model", "_do_sanity_check"),
+            *("_configure_checkpointing", "_check_for_duplicates", "_get_param_fragment_func", "_copy_recovery_script"),
+            *("_get_all_ckpt_names", "_get_all_zero_checkpoint_names", "save_checkpoint", "load_checkpoint"),
+            *("module_state_dict", "load_module_state_dict", "offload_states", "destroy", "forward", "backward"),
+            *("step", "get_global_grad_norm", "zero_grad", "set_gradient_accumulation_boundary"),
+        ],
+    ),
+    (SmartInfinityCheckpointEngine, TorchCheckpointEngine, ["makedirs", "save", "load"]),
+    (
+        SmartInfinityStrategy,
+        DeepSpeedStrategy,
+        [
+            *("setup_environment", "setup_distributed", "setup", "teardown", "on_exception", "process_dataloader"),
+            *("on_train_start", "on_train_end", "on_validation_start", "on_test_start", "on_predict_start"),
+            *("validation_step", "test_step", "predict_step", "pre_backward", "block_backward_sync"),
+            *("model_sharded_context", "optimizer_state", "save_checkpoint", "load_checkpoint", "remove_checkpoint"),
+            *("init_deepspeed", "_initialize_deepspeed_inference", "_init_optimizers", "_setup_model_and_optimizer"),
+            *("_format_config", "_restore_zero_state"),
+        ],
+    ),
+    (
+        SmartInfinityFabricStrategy,
+        FabricDeepSpeedStrategy,
+        [
+            *("setup_environment", "_setup_distributed", "_format_config", "module_sharded_context", "backward"),
+            *("setup_module_and_optimizers", "_initialize_engine", "clip_gradients_norm", "clip_gradients_value"),
+            *("save_checkpoint", "load_checkpoint"),
+        ],
+    ),
+    (
+        SmartInfinityPrecision,
+        DeepSpeedPrecision,
+        [
+            *("optimizer_step", "_clip_gradients", "clip_gradients", "backward"),
+            *("convert_module", "convert_input", "forward_context"),
+        ],
+    ),
+]
+
+
+def overridden(ours: Any, theirs: Any) -> set[str]:
+    """Return the names of the methods that our class, or a base of it, has instead of those of theirs."""
+    methods = {name for name, member in inspect.getmembers(theirs, inspect.isfunction) if not name.startswith("__")}
+    return {name for name in methods if getattr(ours, name) is not getattr(theirs, name)}
+
+
 @pytest.mark.seam("StorageOptimizer has an arena and storage")
+@pytest.mark.seam("SmartInfinityEngine: the engines that we build")
+@pytest.mark.seam("SmartInfinityCheckpointEngine writes and reads checkpoints in windows")
+@pytest.mark.seam("SmartInfinityStrategy: no wrong warning about clipping; the user's hooks stay on the module")
+@pytest.mark.seam("SmartInfinityFabricStrategy")
+@pytest.mark.seam("SmartInfinityPrecision: clipping, `training_step` returning None, no lost imaginary parts")
+@pytest.mark.parametrize(("ours", "theirs", "names"), OVERRIDING, ids=[ours.__name__ for ours, *_ in OVERRIDING])
+def test_overridden_methods_take_what_the_base_passes(ours: Any, theirs: Any, names: list[str]) -> None:
+    """Every method that ours overrides exists, and ours has its parameters, in name and order, or passes them on."""
+    assert overridden(ours, theirs) == {*names}, "a method of theirs has gone, or ours has another one: list it here"
+    for name in names:
+        parameters = inspect.signature(undecorated(getattr(ours, name))).parameters.values()
+        own = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        expected = passed(getattr(theirs, name))
+        assert own == (expected[: len(own)] if passes_on else expected), f"what is passed to {name} has changed"
+
+
+@pytest.mark.seam("TrainingSession and take_options set them, and DeepSpeed is imported after the accelerator is known")
 @pytest.mark.parametrize(
-    "name",
-    [
-        "_setup_for_real_optimizer",
-        "_create_fp32_partitions",
-        "partition_grads",
-        "reduce_ready_partitions_and_remove_grads",
-        "reduce_independent_p_g_buckets_and_remove_grads",
-        "zero_grad",
-        "step",
-        "_rigid_state_dict",
-        "_rigid_load_state_dict",
-        "_restore_from_bit16_weights",
-        "_get_fp32_grad_state_partition",
-        "_get_fp32_opt_state_partition",
-    ],
+    ("ours", "theirs"),
+    [(SmartInfinityStrategy, DeepSpeedStrategy), (SmartInfinityFabricStrategy, FabricDeepSpeedStrategy)],
 )
-def test_overridden_methods_take_what_the_base_passes(name: str) -> None:
-    """Every overridden method of the optimizer has the parameters of the method it replaces, in name and order."""
-    theirs = passed(getattr(DeepSpeedZeroOptimizer_Stage3, name))
-    assert theirs == passed(getattr(StorageOptimizer, name)), "DeepSpeed changed what it passes"
+def test_strategy_has_every_attribute_of_its_base(ours: Any, theirs: Any) -> None:
+    """Our constructor sets every attribute that DeepSpeedStrategy.__init__, which it skips, would have set."""
+    assert set(vars(theirs(stage=3))) <= set(vars(ours()))
 
 
 @pytest.mark.seam("our method replaces it")
@@ -95,33 +176,6 @@ def test_private_gradient_map_is_only_read_where_overridden() -> None:
     assert users <= replaced | not_entered
 
 
-@pytest.mark.seam("SmartInfinityEngine: the engines that we build")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_configure_zero_optimizer",
-        "_configure_distributed_model",
-        "_broadcast_model",
-        "_configure_checkpointing",
-        "_check_for_duplicates",
-        "_do_sanity_check",
-        "_get_param_fragment_func",
-        "_get_all_ckpt_names",
-        "_get_all_zero_checkpoint_names",
-        "offload_states",
-        "forward",
-        "step",
-        "get_global_grad_norm",
-        "zero_grad",
-    ],
-)
-def test_overridden_methods_of_the_engine_exist(name: str) -> None:
-    """Every method of DeepSpeedEngine that ours overrides exists, and ours takes what the base passes."""
-    theirs = inspect.signature(undecorated(getattr(DeepSpeedEngine, name)))
-    required = [p for p in theirs.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    inspect.signature(getattr(SmartInfinityEngine, name)).bind(*required)
-
-
 @pytest.mark.seam("which slice is this rank's")
 def test_rank_of_a_partition_is_asked_of_the_optimizer() -> None:
     """The optimizer's _get_param_partition_rank takes a parameter."""
@@ -157,31 +211,91 @@ def test_shared_memory_op_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> No
     assert build_shm_op() is None, "a compiler would be needed on every machine (zero3/setup/environment.py)"
 
 
-@pytest.mark.seam("TrainingSession and take_options set them, and DeepSpeed is imported after the accelerator is known")
-def test_strategy_has_every_attribute_of_its_base() -> None:
-    """Our constructor sets every attribute that DeepSpeedStrategy.__init__, which it skips, would have set."""
-    assert set(vars(DeepSpeedStrategy(stage=3))) <= set(vars(SmartInfinityStrategy()))
+@pytest.mark.seam("SmartInfinityEngine and check_parameters: the empty groups are put back")
+def test_engine_removes_empty_groups_from_the_users_list() -> None:
+    """DeepSpeedEngine._configure_optimizer drops empty groups from the list; sub_group_to_group_id numbers the rest."""
+    engine = inspect.getsource(undecorated(DeepSpeedEngine._configure_optimizer))
+    removal = 'basic_optimizer.param_groups[:] = [pg for pg in basic_optimizer.param_groups if len(pg["params"]) != 0]'
+    assert engine.index(removal) < engine.index("self._configure_zero_optimizer("), "groups would be put back twice"
+    numbering = inspect.getsource(DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups)
+    assert "in enumerate(self.optimizer.param_groups)" in numbering
+    assert '"_ds_source_param_group_id"' in numbering, "settings would go to other groups"
+    sub_groups = inspect.getsource(
+        undecorated(DeepSpeedZeroOptimizer_Stage3._create_fp16_partitions_with_defragmentation)
+    )
+    assert '"_ds_source_param_group_id"' in sub_groups.split("self.sub_group_to_group_id[sub_group_idx] =")[1]
 
 
-@pytest.mark.seam("the strategy")
+@pytest.mark.seam("having_a_parameter: evaluating modules without parameters")
+def test_the_offload_asks_the_first_parameter_for_its_dtype() -> None:
+    """DeepSpeedZeRoOffload.__init__ takes its dtype from the first parameter, or from a placeholder of ours."""
+    assert "list(module.parameters())[0].dtype" in inspect.getsource(undecorated(DeepSpeedZeRoOffload.__init__))
+
+
+@pytest.mark.seam("a training after the process groups were destroyed")
+def test_deepspeed_keeps_its_groups_until_they_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """deepspeed.utils.groups returns _WORLD_GROUP without a question until _release_process_group_references."""
+    stale = object()
+    monkeypatch.setattr(groups, "_WORLD_GROUP", stale)
+    monkeypatch.setattr(groups.dist, "is_initialized", lambda: True)
+    assert groups._get_data_parallel_group() is stale, "DeepSpeed itself notices that its group has ended"
+    groups._release_process_group_references()
+    assert groups._WORLD_GROUP is None, "a fit after destroy_process_group would use the ended group"
+
+
+@pytest.mark.seam("every write reaches storage, by StateByParameter")
+def test_every_writer_of_state_is_overridden() -> None:
+    """Every method that fetches a partition to write to it (``release_swap_buffers=False``) is overridden."""
+    writers = {
+        name
+        for name, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)
+        if "release_swap_buffers=False" in inspect.getsource(member)
+    }
+    assert writers and writers <= overridden(StorageOptimizer, DeepSpeedZeroOptimizer_Stage3)
+
+
+@pytest.mark.seam("SmartInfinityStrategy loads full weights")
+def test_lightning_restores_full_weights_by_the_overridden_hook() -> None:
+    """load_full_weights ends in DeepSpeedStrategy._restore_zero_state with what load_checkpoint returned."""
+    strategy = mock.MagicMock(load_full_weights=True, zero_stage_3=True)
+    DeepSpeedStrategy.load_model_state_dict(strategy, {"state_dict": {}}, strict=False)
+    strategy._restore_zero_state.assert_called_once_with({"state_dict": {}}, strict=False)
+
+
+@pytest.mark.seam("`release_module` removes DeepSpeed's completely, and those of others stay")
 @pytest.mark.parametrize(
-    "name",
+    "registering",
     [
-        "setup_environment",
-        "setup_distributed",
-        "setup",
-        "teardown",
-        "on_train_start",
-        "block_backward_sync",
-        "model_sharded_context",
-        "optimizer_step",
-        "optimizer_state",
-        "save_checkpoint",
-        "_init_optimizers",
-        "_setup_model_and_optimizer",
-        "_format_config",
+        lambda module, hook: module.register_forward_pre_hook(hook, with_kwargs=True),
+        lambda module, hook: module.register_forward_hook(hook, with_kwargs=True, always_call=True),
+        lambda module, hook: module.register_full_backward_pre_hook(hook),
+        lambda module, hook: module.register_full_backward_hook(hook),
     ],
 )
-def test_strategy_hooks_have_the_signature_of_their_base(name: str) -> None:
-    """Every overridden hook of DeepSpeedStrategy takes what Lightning passes."""
-    assert passed(getattr(DeepSpeedStrategy, name)) == passed(getattr(SmartInfinityStrategy, name))
+def test_torch_keeps_hooks_where_they_are_removed(registering: Callable[[torch.nn.Module, Any], object]) -> None:
+    """Torch keeps hooks in _forward_pre_hooks, _forward_hooks, _backward_pre_hooks, _backward_hooks,
+    _forward_hooks_with_kwargs, _forward_hooks_always_called and _forward_pre_hooks_with_kwargs.
+    """
+    module, ran = torch.nn.Linear(1, 1), []
+    before = {name: dict(kept) for name, kept in vars(module).items() if "hook" in name and isinstance(kept, dict)}
+    for owner in ("deepspeed.runtime", __name__, None):  # a function of exec has no module
+        hook: Any = lambda *_, owner=owner: ran.append(owner)  # noqa: E731
+        hook.__module__ = owner
+        registering(module, hook)
+    release._remove_hooks(module)
+    module(torch.ones(1, 1, requires_grad=True)).sum().backward()
+    assert ran in ([__name__, None], [None, __name__]), "hooks of an earlier engine would run in the next fit"
+    left = {name: len(kept) - len(before[name]) for name, kept in vars(module).items() if name in before}
+    assert max(left.values()) == 2, "flags of removed hooks stay"
+
+
+@pytest.mark.seam("SmartInfinityStrategy replaces it without a warning that is untrue and a refusal made earlier")
+@pytest.mark.parametrize(("training", "call"), [(True, "train"), (False, "inference")])
+def test_init_deepspeed_does_nothing_but_warn_refuse_and_initialize(training: bool, call: str) -> None:
+    """DeepSpeedStrategy.init_deepspeed does nothing but a warning, a refusal and the set-up."""
+    module = pl.LightningModule()
+    strategy = mock.MagicMock(model=module, lightning_module=mock.MagicMock())
+    strategy.lightning_module.trainer.training = training
+    DeepSpeedStrategy.init_deepspeed(strategy)
+    called = [name for name, *_ in strategy.method_calls if not name.startswith("lightning_module.")]
+    assert called == [f"_initialize_deepspeed_{call}"], "what stock does beside it is left out in ours"

@@ -105,17 +105,15 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
 
 
 @pytest.mark.seam("building our engines")
-def test_initialize_builds_the_engine_from_its_module_global(seen: Observed) -> None:
-    """deepspeed.initialize looks DeepSpeedEngine up by its global name, so ours can replace it."""
-    assert seen.has("_build", "SmartInfinityEngine.__init__"), "stock engines would train instead of ours"
-    assert seen.has("_build", "EvaluationEngine.__init__"), "stock engines would evaluate instead of ours"
-
-
 @pytest.mark.seam("SmartInfinityEngine builds our optimizer")
-def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None:
-    """DeepSpeedEngine._configure_zero_optimizer looks stage3.DeepSpeedZeroOptimizer_Stage3 up when it is called."""
+def test_classes_are_looked_up_when_they_are_needed(seen: Observed) -> None:
+    """deepspeed.initialize looks DeepSpeedEngine up by its global name, so ours can replace it, and
+    DeepSpeedEngine._configure_zero_optimizer looks stage3.DeepSpeedZeroOptimizer_Stage3 up when it is called.
+    """
     built = seen.callers(f"{OURS}.__init__")
     assert built == {"DeepSpeedEngine._configure_zero_optimizer"}, "the stock optimizer would keep state in memory"
+    assert seen.has("_build", "SmartInfinityEngine.__init__"), "stock engines would train instead of ours"
+    assert seen.has("_build", "EvaluationEngine.__init__"), "stock engines would evaluate instead of ours"
 
 
 @pytest.mark.seam("an autocast around an engine's forward reaches into it")
@@ -152,19 +150,13 @@ def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
     ), "zero3/optimizer/storage_optimizer.py opens storage in _setup_for_real_optimizer, from partitions that are there"
 
 
-@pytest.mark.seam("names on storage, in checkpoints and messages")
-def test_engine_names_parameters_and_hands_the_names_on(seen: Observed) -> None:
-    """param_names maps parameters to names, in the engine and in the optimizer that it builds."""
-    names = {param: f"{name}" for name, param in seen.engine.module.named_parameters()}
-    assert seen.engine.param_names == names, "names in checkpoints and messages (parameters/partition.py, engine.py)"
-    assert seen.engine.optimizer.param_names == names
-
-
+@pytest.mark.seam("names on storage, in checkpoints and messages", "param_names maps parameters to names, in both.")
+@pytest.mark.seam("load_resharded loads these counts", "They are saved under their names.")
 @pytest.mark.seam("describe_partition, GradientPath, check_extra: the partition, buckets, checkpoints")
 def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
     """The optimizer has fp16_groups, fp16_partitioned_groups_flat, sub_group_to_group_id, ipg_buckets, loss_scaler,
     clip_grad, reduce_and_partition_stream, _grad_acc_hooks, parameter_offload and the like; DeepSpeedEngine has
-    _config.
+    _config, global_steps, global_samples and skipped_steps.
     """
     optimizer = seen.engine.optimizer
     assert len(optimizer.fp16_groups) == len(optimizer.fp16_partitioned_groups_flat), "parameters/partition.py"
@@ -184,11 +176,20 @@ def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
     assert optimizer.reduce_and_partition_stream is not None or not torch.cuda.is_available(), "gradient_path.py"
     assert isinstance(optimizer.parameter_offload, parameter_offload.DeepSpeedZeRoOffload), "gradient_path.py"
     assert seen.engine._config is not None, "zero3/engine/training.py passes it to the checkpoint engine"
+    names = {param: f"{name}" for name, param in seen.engine.module.named_parameters()}
+    assert seen.engine.param_names == optimizer.param_names == names, "parameters/partition.py, engine.py"
+    saved = torch.load(seen.model_states, weights_only=False, mmap=True)
+    for name, count in {"global_steps": 2, "global_samples": 2, "skipped_steps": 0}.items():
+        assert saved[name] == getattr(seen.engine, name) == count, name
 
 
+@pytest.mark.seam("release_module releases parameters after a step that was broken off")
 @pytest.mark.seam("describe_partition, gathering_on_use, end_gathers; trainings_of finds trainings by _z3_optimizer")
 def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
-    """zero.Init sets ds_id, ds_numel, ds_shape, ds_status, ds_tensor, ds_process_group, ds_summary, partition_numel."""
+    """zero.Init sets ds_id, ds_numel, ds_shape, ds_status, ds_tensor, ds_process_group, ds_summary, partition_numel.
+
+    A parameter is released only when no module uses it: ds_active_sub_modules is the set of those that do.
+    """
     param = seen.param
     assert (param.ds_numel, tuple(param.ds_shape)) == (32, (32,)), "parameters/partition.py, gather_on_use.py"
     assert param.partition_numel() == param.ds_tensor.numel() == param.ds_tensor.ds_numel == 32
@@ -198,6 +199,8 @@ def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
         "safe_get_* and zero3/optimizer/release.py find the training by it"
     )
     assert callable(param.all_gather) and callable(param.partition), "parameters/gather_on_use.py, outside_writes.py"
+    users = [param.ds_active_sub_modules for param in seen.engine.module.parameters()]
+    assert all(isinstance(each, set) and not each for each in users), "abandoned parameters would stay gathered"
 
 
 # ---- gradients and gathers
@@ -225,9 +228,15 @@ def test_parameters_gather_and_partition_through_their_init(seen: Observed) -> N
     assert list(inspect.signature(Init._post_init_method).parameters) == ["self", "module"]
 
 
+@pytest.mark.seam("parameters stay gathered while a graph is retained")
 @pytest.mark.seam("SmartInfinityEngine notices retained graphs, GradientPath releases their parameters at the end")
 def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
-    """DeepSpeedEngine.backward ends in _backward_epilogue, which calls the optimizer's backward_epilogue."""
+    """DeepSpeedEngine.backward ends in _backward_epilogue, which calls the optimizer's backward_epilogue, which calls
+    DeepSpeedZeRoOffload.release_backward_leftovers, which we postpone.
+    """
+    releasing = "RetainedGraphs._unless_retained.<locals>.releasing"
+    assert seen.has(f"{STAGE3}.backward_epilogue", releasing)
+    assert seen.has(releasing, "DeepSpeedZeRoOffload.release_backward_leftovers")
     assert seen.callers(f"{OURS}.backward_epilogue") == {"DeepSpeedEngine._backward_epilogue"}
     assert seen.callers("SmartInfinityEngine.backward") == {"SmartInfinityPrecision.backward"}, "graphs go unseen"
 
@@ -248,22 +257,6 @@ def test_module_hooks_look_up_what_gathers_and_releases(seen: Observed, ours: st
     caller = f"DeepSpeedZeRoOffload._register_deepspeed_module.<locals>.{hook}"
     assert caller in seen.callers(ours), "parameters of retained graphs would be released"
     assert seen.has("guard_modules.<locals>.checked_again", "RetainedGraphs._unless_retained.<locals>.releasing")
-
-
-@pytest.mark.seam("parameters stay gathered while a graph is retained")
-def test_leftovers_of_backward_are_released_by_the_offload(seen: Observed) -> None:
-    """The end of backward calls DeepSpeedZeRoOffload.release_backward_leftovers, which we postpone."""
-    assert seen.has(f"{STAGE3}.backward_epilogue", "RetainedGraphs._unless_retained.<locals>.releasing")
-    assert seen.has(
-        "RetainedGraphs._unless_retained.<locals>.releasing", "DeepSpeedZeRoOffload.release_backward_leftovers"
-    )
-
-
-@pytest.mark.seam("release_module releases parameters after a step that was broken off")
-def test_active_modules_of_a_parameter_are_a_set(seen: Observed) -> None:
-    """A parameter is released only when no module uses it: ds_active_sub_modules is the set of those that do."""
-    sets = [param.ds_active_sub_modules for param in seen.engine.module.parameters()]
-    assert all(isinstance(users, set) and not users for users in sets), "abandoned parameters would stay gathered"
 
 
 # ---- the step
@@ -344,28 +337,22 @@ def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed
 # ---- writes from outside
 
 
-@pytest.mark.seam("PartitionKeepingWrites takes writes to parameters to the masters")
+@pytest.mark.seam("refuse_foreign_steps, PartitionKeepingWrites: parameters are ordinary within GatheredParameters")
+@pytest.mark.seam("PartitionKeepingWrites takes writes to parameters to the masters, and runs in its place")
 def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observed) -> None:
-    """GatheredParameters ends in param.partition of the first parameter, which ours wraps."""
+    """GatheredParameters ends in param.partition of the first parameter, which ours wraps, with its parameters.
+
+    A parameter has DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR inside GatheredParameters, and only there.
+    """
+    partition = seen.param.partition
     callers = {
         caller for caller in seen.callers("PartitionKeepingWrites.__call__") if caller.startswith("GatheredParameters.")
     }
     assert callers, "parameters/gather_methods.py would miss what is written in GatheredParameters"
     before, after = seen.masters
     assert (after == 2).all() and (before != 2).any(), "the masters on storage are those before the write"
-
-
-@pytest.mark.seam("`PartitionKeepingWrites` runs in its place")
-def test_the_watched_partition_method_takes_what_the_original_takes(seen: Observed) -> None:
-    """Our ``partition`` of a parameter has the parameters of the one that zero.Init installs."""
-    original = inspect.signature(seen.param.partition.original).parameters.values()
-    ours = list(inspect.signature(seen.param.partition).parameters.values())
-    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in original]
-
-
-@pytest.mark.seam("refuse_foreign_steps, PartitionKeepingWrites: parameters are ordinary within GatheredParameters")
-def test_gathered_parameters_are_marked(seen: Observed) -> None:
-    """A parameter has DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR inside GatheredParameters, and only there."""
+    original, ours = (inspect.signature(each).parameters for each in (partition.original, partition))
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in original.values()]
     assert seen.depths == [1], "parameters/gather_methods.py would take it for one outside of GatheredParameters"
     assert getattr(seen.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) == 0
 
@@ -422,14 +409,6 @@ def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed
     saved = set(torch.load(seen.model_states, weights_only=False, mmap=True))
     assert {"epoch", "loops"} <= saved - names, "what the user saves does not lie beside DeepSpeed's any more"
     assert saved & RESERVED_KEYS >= names
-
-
-@pytest.mark.seam("load_resharded loads these counts")
-def test_engine_counts_steps_and_samples(seen: Observed) -> None:
-    """DeepSpeedEngine counts in global_steps, global_samples and skipped_steps, which are saved under these names."""
-    saved = torch.load(seen.model_states, weights_only=False, mmap=True)
-    for name, count in {"global_steps": 2, "global_samples": 2, "skipped_steps": 0}.items():
-        assert saved[name] == getattr(seen.engine, name) == count, name
 
 
 @pytest.mark.seam("StorageOptimizer and load_resharded gather persistent parameters after a skipped step, a load")

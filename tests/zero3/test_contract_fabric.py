@@ -22,34 +22,6 @@ from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPr
 from tests.zero3.test_contract import passed
 
 
-@pytest.mark.seam("TrainingSession and SmartInfinityFabricStrategy set them")
-def test_strategy_has_every_attribute_of_its_base() -> None:
-    """Our constructor sets every attribute that DeepSpeedStrategy.__init__, which it skips, would have set."""
-    assert set(vars(DeepSpeedStrategy(stage=3))) <= set(vars(SmartInfinityFabricStrategy()))
-
-
-@pytest.mark.seam("SmartInfinityFabricStrategy")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "setup_environment",
-        "_setup_distributed",
-        "_format_config",
-        "module_sharded_context",
-        "setup_module_and_optimizers",
-        "_initialize_engine",
-        "backward",
-        "clip_gradients_norm",
-        "clip_gradients_value",
-        "save_checkpoint",
-        "load_checkpoint",
-    ],
-)
-def test_strategy_hooks_have_the_signature_of_their_base(name: str) -> None:
-    """Every overridden hook of DeepSpeedStrategy takes what Fabric passes."""
-    assert passed(getattr(DeepSpeedStrategy, name)) == passed(getattr(SmartInfinityFabricStrategy, name))
-
-
 @pytest.mark.seam("SmartInfinityFabricStrategy builds our engines")
 def test_engines_are_built_through_one_method() -> None:
     """Both kinds of set-up call _initialize_engine, whose engine the user gets."""
@@ -93,21 +65,19 @@ def test_no_backward_sync_asks_the_strategys_control() -> None:
     assert strategy._backward_sync_control.no_backward_sync.called, "every user of no_backward_sync would be warned"
 
 
+@pytest.mark.seam("methods of TakenOptimizer use instance attributes only, as a wrapper's class inherits from theirs")
 @pytest.mark.seam("`fabric.strategy.record` takes the state that `fabric.save` takes, with what Fabric wrapped")
 def test_a_state_is_unwrapped_as_fabric_save_does() -> None:
-    """lightning.fabric.wrappers._unwrap_objects unwraps what Fabric has wrapped, and nothing else."""
+    """lightning.fabric.wrappers._unwrap_objects unwraps what Fabric has wrapped, and nothing else.
+
+    _FabricOptimizer inherits from the class of what it wraps, whose methods run with the wrapper as self.
+    """
     module, optimizer = torch.nn.Linear(1, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     strategy = SmartInfinityFabricStrategy()
-    state = {"model": _FabricModule(module, strategy), "optimizer": _FabricOptimizer(optimizer, strategy), "step": 1}
+    wrapper = _FabricOptimizer(optimizer, strategy)
+    assert isinstance(wrapper, torch.optim.SGD) and wrapper.param_groups is optimizer.param_groups
+    state = {"model": _FabricModule(module, strategy), "optimizer": wrapper, "step": 1}
     assert _unwrap_objects(state) == {"model": module, "optimizer": optimizer, "step": 1}
-
-
-@pytest.mark.seam("methods of TakenOptimizer use instance attributes only")
-def test_fabric_wraps_optimizers_by_their_class() -> None:
-    """_FabricOptimizer inherits from the class of what it wraps, whose methods run with the wrapper as self."""
-    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    wrapper = _FabricOptimizer(inner, SmartInfinityFabricStrategy())
-    assert isinstance(wrapper, torch.optim.SGD) and wrapper.param_groups is inner.param_groups
 
 
 @pytest.mark.seam("save_engine and load_engine go to the engine itself")

@@ -27,9 +27,12 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from tests.zero3.test_contract import undecorated
 
 
-@pytest.mark.seam("a shared weight's gradient arrives again while it waits in a bucket (reentrant checkpointing)")
+@pytest.mark.seam("GradientPath: a shared weight's gradient arrives again while it waits, and none is looked for twice")
 def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
-    """IPGBucketZ3 holds views of a waiting param.grad.data, which autograd adds to; reduce_and_partition_stream."""
+    """IPGBucketZ3 holds views of a waiting param.grad.data, which autograd adds to; reduce_and_partition_stream.
+
+    DeepSpeedZeroOptimizer_Stage3.zero_grad looks at the parameters of fp16_groups alone, which ours hides.
+    """
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
     adding = source[
         source.index("def __add_grad_to_ipg_bucket(") : source.index("def __reduce_and_partition_ipg_grads(")
@@ -37,19 +40,16 @@ def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
     assert "param.grad.data = new_grad_tensor" in adding
     assert "self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())" in adding
     assert {field.name for field in dataclasses.fields(IPGBucketZ3)} >= {"params", "elements"}
-
-
-@pytest.mark.seam("GradientPath drops gradients before, and they are not looked for twice")
-def test_gradients_are_reset_by_groups_alone() -> None:
-    """DeepSpeedZeroOptimizer_Stage3.zero_grad looks at the parameters of fp16_groups alone, which ours hides."""
-    source = inspect.getsource(undecorated(DeepSpeedZeroOptimizer_Stage3.zero_grad))
-    loops = re.findall(r"^\s*for (.*):$", source, re.MULTILINE)
-    assert loops == ["group in self.fp16_groups", "p in group"]
+    resetting = inspect.getsource(undecorated(DeepSpeedZeroOptimizer_Stage3.zero_grad))
+    assert re.findall(r"^\s*for (.*):$", resetting, re.MULTILINE) == ["group in self.fp16_groups", "p in group"]
 
 
 @pytest.mark.seam("GradientPath bypasses buckets in one process")
 def test_buckets_do_nothing_to_gradients_in_one_process_but_round_them() -> None:
-    """Buckets round gradients to the dtypes that are keys of ipg_buckets (ds_grad_is_ready, partition_grads)."""
+    """Buckets round gradients to the dtypes that are keys of ipg_buckets (ds_grad_is_ready, partition_grads).
+
+    reduce_scatter_coalesced divides by the number of processes, which is one here.
+    """
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads)
     assert 'getattr(param, "ds_grad_is_ready", True)' in source, "gradients that are not complete would leave"
     assert source.count("(param)") == 5, "something new is done to a gradient on its way into the bucket"
@@ -57,11 +57,6 @@ def test_buckets_do_nothing_to_gradients_in_one_process_but_round_them() -> None
     reducing = source[source.index("def __reduce_and_partition_ipg_grads(") : source.index("def _muon_update_sub_")]
     assert "self.partition_grads(params_in_bucket, grad_partitions)" in reducing
     assert "IPGBucketZ3() for dtype in comm_dtypes" in source, "buckets of another dtype would not be noticed"
-
-
-@pytest.mark.seam("GradientPath bypasses it, which changes no bit")
-def test_a_reduce_scatter_of_one_process_changes_no_bit() -> None:
-    """reduce_scatter_coalesced divides by the number of processes, which is one here."""
     gradient = torch.tensor([1.0, -0.0, 1e-40, math.inf])
     with (
         mock.patch.object(coalesced_collectives.dist, "get_world_size", return_value=1),
@@ -96,8 +91,12 @@ def test_autograd_tells_whether_its_graph_is_retained() -> None:
 
 
 @pytest.mark.seam("what is used later is gathered", "A module has _external_params (pre_sub_module_forward_function).")
+@pytest.mark.seam("time that grows with the modules, not with their square")
 def test_the_order_of_gathering_can_be_learnt_anew() -> None:
-    """get_param_coordinator of DeepSpeedZeRoOffload has is_complete_trace and _invalidate_trace."""
+    """get_param_coordinator of DeepSpeedZeRoOffload has is_complete_trace and _invalidate_trace.
+
+    PartitionedParameterCoordinator.reset_step makes __submodule_order a tuple, which each module slices.
+    """
     coordinator = PartitionedParameterCoordinator
     assert "_external_params" in inspect.getsource(register_external_parameter), "late uses would go unseen"
     assert list(inspect.signature(coordinator._invalidate_trace).parameters) == ["self"]
@@ -105,6 +104,10 @@ def test_the_order_of_gathering_can_be_learnt_anew() -> None:
     hooks = inspect.getsource(DeepSpeedZeRoOffload._register_deepspeed_module)
     assert "self.pre_sub_module_forward_function(" in hooks and "self.pre_sub_module_backward_function(" in hooks
     assert "get_param_coordinator()" in inspect.getsource(DeepSpeedZeRoOffload.pre_sub_module_forward_function)
+    source = inspect.getsource(coordinator)
+    assert "self.__submodule_order = tuple(self.__submodule_order)" in source
+    assert "for module in self.__submodule_order[step_id:]:" in source
+    assert callable(coordinator.reset_step)
 
 
 @pytest.mark.seam("`keep_statistics` keeps statistics in fp32")
@@ -130,15 +133,6 @@ def test_lightning_synchronizes_layers_when_a_fit_is_set_up() -> None:
     setup = inspect.getsource(DDPStrategy.setup)
     assert setup.index("self.model = self._layer_sync.apply(self.model)") < setup.index("convert_module")
     assert isinstance(torch.nn.SyncBatchNorm(2), torch.nn.modules.batchnorm._BatchNorm)
-
-
-@pytest.mark.seam("time that grows with the modules, not with their square")
-def test_the_trace_of_modules_is_frozen_and_sliced() -> None:
-    """PartitionedParameterCoordinator.reset_step makes __submodule_order a tuple, which each module slices."""
-    source = inspect.getsource(PartitionedParameterCoordinator)
-    assert "self.__submodule_order = tuple(self.__submodule_order)" in source
-    assert "for module in self.__submodule_order[step_id:]:" in source
-    assert callable(PartitionedParameterCoordinator.reset_step)
 
 
 @pytest.mark.seam("guard_modules refuses torch.func's transforms, which would end the process; check_model, scripts")

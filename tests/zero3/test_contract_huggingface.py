@@ -178,7 +178,8 @@ def test_checkpoints_are_asked_of_the_engine(tmp_path: Path) -> None:
 def test_a_checkpoint_begins_with_the_model_and_ends_with_the_trainers_state(tmp_path: Path) -> None:
     """Trainer._save_checkpoint begins with ``save_model(..., _internal_call=True)``, ends with the file of
     TRAINER_STATE_NAME, and then calls its module's rotate_checkpoints. Folders begin with PREFIX_CHECKPOINT_DIR;
-    OPTIMIZER_NAME is the file of an optimizer in memory.
+    OPTIMIZER_NAME is the file of an optimizer in memory. Before, Trainer._save_rng_state(output_dir) writes
+    ``rng_state_<rank>.pth`` on each rank.
     """
     trainer = mock.MagicMock(hp_search_backend=None)
     trainer.args.save_only_model, trainer.args.push_to_hub, trainer.args.save_total_limit = False, False, None
@@ -193,12 +194,6 @@ def test_a_checkpoint_begins_with_the_model_and_ends_with_the_trainers_state(tmp
     trainer.state.save_to_json.assert_called_once_with(str(folder / TRAINER_STATE_NAME))
     assert calls[0] == "save_model" and calls[-2:] == ["state.save_to_json", "rotate_saved"]
     assert "_save_rng_state" in calls
-
-
-@pytest.mark.seam("each rank's random states are flushed before older checkpoints are removed")
-def test_each_rank_saves_its_random_states(tmp_path: Path) -> None:
-    """Trainer._save_rng_state(output_dir) writes ``rng_state_<rank>.pth`` on each rank before rotate_checkpoints."""
-    trainer = mock.MagicMock()
     trainer.args.world_size, trainer.args.process_index = 2, 1
     transformers.Trainer._save_rng_state(trainer, str(tmp_path))
     assert os.listdir(tmp_path) == ["rng_state_1.pth"]
@@ -226,16 +221,19 @@ def test_a_trainer_gives_its_optimizer_and_its_schedule_away() -> None:
     assert issubclass(DeepSpeedSchedulerWrapper, AcceleratedScheduler)
 
 
+@pytest.mark.seam("several trainings in one process", "AcceleratorState._reset_state, GradientState._reset_state.")
 @pytest.mark.seam("refusing arguments of another Trainer", "A second Accelerator raises NotImplementedError.")
 def test_accelerate_keeps_one_plugin_at_a_time(tmp_path: Path) -> None:
     """AcceleratorState.deepspeed_plugin is one for all Accelerators; a later HfTrainerDeepSpeedConfig replaces it."""
-    with SmartInfinityTraining() as training:
-        first = arguments(tmp_path, training.config)
-        accelerator = Accelerator(deepspeed_plugin=first.deepspeed_plugin)
-        assert accelerator.state.deepspeed_plugin is first.deepspeed_plugin
-        second = arguments(tmp_path, training.config)
-        Accelerator(deepspeed_plugin=second.deepspeed_plugin)
-        assert accelerator.state.deepspeed_plugin is second.deepspeed_plugin
+    for _ in range(2):
+        with SmartInfinityTraining() as training:
+            first = arguments(tmp_path, training.config)
+            accelerator = Accelerator(deepspeed_plugin=first.deepspeed_plugin)
+            assert accelerator.distributed_type == "DEEPSPEED"
+            assert accelerator.state.deepspeed_plugin is first.deepspeed_plugin
+            second = arguments(tmp_path, training.config)
+            Accelerator(deepspeed_plugin=second.deepspeed_plugin)
+            assert accelerator.state.deepspeed_plugin is second.deepspeed_plugin
 
 
 @pytest.mark.seam("SmartInfinityTraining, trainings_seen_by: training after an evaluation; which engine saves")
@@ -244,16 +242,6 @@ def test_a_trainer_keeps_the_evaluations_engine() -> None:
     source = inspect.getsource(transformers.Trainer._prepare_for_training)
     assert "self._wrap_model(self.model_wrapped)" in source
     assert "use_accelerator_prepare = model is self.model" in source
-
-
-@pytest.mark.seam("several trainings in one process")
-def test_accelerate_forgets_its_state() -> None:
-    """TrainingArguments call AcceleratorState._reset_state and GradientState._reset_state."""
-    for _ in range(2):
-        with fresh_accelerate(), launched():
-            config = {**SmartInfinityTraining()._config, "train_micro_batch_size_per_gpu": 1}
-            accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-            assert accelerator.distributed_type == "DEEPSPEED"
 
 
 @pytest.mark.seam("gathering_when_called, has_engine, SmartInfinityEngine: a module without an engine gets one")

@@ -28,9 +28,12 @@ from lightning_smartinfinity.settings.options import ACCEPTED, REFUSED_KEYS
 from tests.zero3.test_contract import passed
 
 
-@pytest.mark.seam("check_zero_section, before the set-up")
+@pytest.mark.seam("check_zero_section answers wrong keys before the set-up, and before DeepSpeed may be imported")
 def test_zero_section_has_the_fields_that_are_read() -> None:
-    """deepspeed.runtime.zero.config parses the section zero_optimization into fields, and forbids unknown keys."""
+    """deepspeed.runtime.zero.config parses the section zero_optimization into fields, and forbids unknown keys.
+
+    We know every key of it and of its offload_param and leaf_module, and those only.
+    """
     zero = DeepSpeedZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/nowhere"})
     assert zero.offload_param is not None and zero.offload_param.device == "nvme"
     assert zero.offload_param.buffer_count >= 1 and zero.offload_param.buffer_size > 0
@@ -38,11 +41,6 @@ def test_zero_section_has_the_fields_that_are_read() -> None:
     assert zero.param_persistence_threshold > 0
     with pytest.raises(pydantic.ValidationError):
         DeepSpeedZeroConfig(stage=3, unknown_key=1)
-
-
-@pytest.mark.seam("wrong keys are answered before DeepSpeed may be imported")
-def test_zero_section_has_the_keys_that_are_listed() -> None:
-    """We know every key of DeepSpeed's section and of its offload_param and leaf_module, and those only."""
     listed = {*ACCEPTED["zero"], *REFUSED_KEYS}
     gone = {"super_offload", "mics_shard_size", "mics_hierarchical_params_gather"}
     beside = {key for key, refusal in REFUSED_KEYS.items() if "outside of this section" in refusal.fault}

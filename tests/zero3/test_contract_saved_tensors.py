@@ -45,14 +45,7 @@ def test_autograd_tells_whether_it_runs_a_graph() -> None:
 def test_hooks_can_be_set_aside_and_put_back() -> None:
     """torch._C._autograd has _top_saved_tensors_default_hooks and _pop_saved_tensors_default_hooks of a stack."""
     packed: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append(tensor)
-        return tensor
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
+    pack, unpack = packed.append, packed.pop  # of which the second is never called
     autograd = torch._C._autograd
     assert autograd._top_saved_tensors_default_hooks(True) is None
     value = torch.ones(2, requires_grad=True)
@@ -69,9 +62,12 @@ def test_hooks_can_be_set_aside_and_put_back() -> None:
     assert len(packed) == 1 and autograd._top_saved_tensors_default_hooks(True) is None
 
 
-@pytest.mark.seam("change_error: changes in place are noticed")
+@pytest.mark.seam("change_error, Packing: changes in place are noticed, also within backward")
 def test_changes_are_counted_for_all_views_and_the_count_can_be_set() -> None:
-    """An alias without memory shares Tensor._version; _unsafe_set_version_counter of torch._C._autograd sets it."""
+    """An alias without memory shares Tensor._version; _unsafe_set_version_counter of torch._C._autograd sets it.
+
+    Autograd gives the unpacked tensor the _version of what a hook returned.
+    """
     tensor = torch.ones(4)
     alias, other = tensor.detach(), tensor.clone()
     alias.data = torch.empty(0)
@@ -83,16 +79,10 @@ def test_changes_are_counted_for_all_views_and_the_count_can_be_set() -> None:
     alias.data = torch.ones(4)
     alias.add_(1)
     assert (tensor._version, alias._version, other._version) == (8, 8, 0)
-
-
-@pytest.mark.seam("`Packing` notices changes in place within backward")
-def test_an_unpacked_tensor_shares_its_count_with_what_the_hook_returned() -> None:
-    """Autograd gives the unpacked tensor the _version of what a hook returned, which shows what backward changes."""
-    value, unpacked = torch.ones(3, requires_grad=True), torch.ones(3)
-    with saved_tensors_hooks(lambda tensor: None, lambda packed: unpacked):
-        node: Any = value.exp().grad_fn
+    with saved_tensors_hooks(lambda tensor: None, lambda packed: other):
+        node: Any = torch.ones(4, requires_grad=True).exp().grad_fn
     node._saved_result.add_(1)
-    assert unpacked._version == 1
+    assert other._version == 1
 
 
 @pytest.mark.seam("one `Entry` for each storage, and `Packing` knows whether offloading it frees memory")

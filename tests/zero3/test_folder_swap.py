@@ -7,7 +7,6 @@ import fcntl
 import os
 import queue
 import random
-import shutil
 import signal
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -51,9 +51,10 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["exchange", "two renames"])
 def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that exchanges folders by one call, and one that does not."""
+    """A file system that exchanges folders by one call, and one that has neither such a call nor hard links."""
     if request.param == "two renames":
         monkeypatch.setattr(replacement, "exchange", lambda first, second: False)
+        monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError))
 
 
 def save(path: Path, content: str, tag: str = TAG) -> None:
@@ -93,19 +94,6 @@ def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["a.ckpt"]
 
 
-def test_own_files_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the file system has no hard links, the user's files are copied."""
-    save(tmp_path / "a.ckpt", "old")
-    (tmp_path / "a.ckpt" / TAG / "notes.txt").write_text("mine")
-
-    def link(*_: object, **__: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "link", link)
-    save(tmp_path / "a.ckpt", "new")
-    assert (tmp_path / "a.ckpt" / TAG / "notes.txt").read_text() == "mine"
-
-
 def tree(folder: Path) -> dict[str, str | None]:
     """Return what lies in a folder, with the contents of files."""
     return {str(path.relative_to(folder)): path.read_text() if path.is_file() else None for path in folder.rglob("*")}
@@ -119,12 +107,11 @@ def test_what_lies_where_a_save_is_written(kind: str, first: bool, tmp_path: Pat
     staging = beside(path) if first else path / ".saving"
     if not first:
         save(path, "old")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "precious.txt").write_text("precious")
+    in_the_way(tmp_path / "mine" / "precious.txt")
     if kind == "folder":
-        shutil.copytree(tmp_path / "mine", staging)
+        in_the_way(staging / "precious.txt")
     elif kind == "file":
-        staging.write_text("precious")
+        in_the_way(staging)
     else:
         staging.symlink_to(tmp_path / "mine")
     before = tree(tmp_path)
@@ -138,17 +125,7 @@ def test_what_lies_where_a_save_is_written(kind: str, first: bool, tmp_path: Pat
     assert saved(path) == {"new"}
 
 
-def test_what_has_the_hidden_name_of_a_first_save_does_not_hinder_a_second(tmp_path: Path) -> None:
-    """A save into a folder that exists is not written beside it, and leaves alone what is there."""
-    save(tmp_path / "a.ckpt", "old")
-    precious = beside(tmp_path / "a.ckpt") / "precious.txt"
-    precious.parent.mkdir()
-    precious.write_text("precious")
-    save(tmp_path / "a.ckpt", "new")
-    assert precious.read_text() == "precious" and saved(tmp_path / "a.ckpt") == {"new"}
-
-
-@pytest.mark.parametrize("every", long_but([3], [3, 1]))
+@pytest.mark.parametrize("every", long_but([5], [5, 1]))
 @pytest.mark.parametrize("then", ["save", "remove"])
 @pytest.mark.usefixtures("_file_system")
 def test_a_kill_at_any_system_call_leaves_one_save_whole(
@@ -157,7 +134,7 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(
     """A killed first save leaves itself or nothing, a killed second one itself or the first.
 
     A third save cleans up, and so does whoever removes what is left, by which no whole save goes. The form that always
-    runs kills at every third call.
+    runs kills at every fifth call.
     """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a kill loses nothing that was written, flushed or not
     for first in (True, False):
@@ -315,42 +292,6 @@ def test_a_second_save_to_a_path_that_another_one_writes(first: bool, tmp_path: 
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-def test_a_folder_that_another_save_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that looked before another one ended looks again once it has the lock, and exchanges the subfolder."""
-    path, looked = tmp_path / "a.ckpt", folder_swap.staging_for
-    calls = []
-
-    def late(target: Path, tag: str) -> Path:
-        staging = looked(target, tag)
-        calls.append(staging)
-        if len(calls) == 1:
-            save(path, "other")
-            (path / "notes.txt").write_text("mine")
-        return staging
-
-    monkeypatch.setattr(folder_swap, "staging_for", late)
-    save(path, "new")
-    assert saved(path) == {"new"}
-    assert (path / "notes.txt").read_text() == "mine"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
-
-
-def test_a_leftover_without_a_mark_of_two_saves_at_once(tmp_path: Path) -> None:
-    """A save removes leftovers of older versions that hold files of checkpoints only, and refuses others."""
-    path = tmp_path / "a.ckpt"
-    save(path, "old")
-    leftover = path / ".saving" / "new" / TAG
-    leftover.mkdir(parents=True)
-    for name in FILES:
-        (leftover / name).write_text("half")
-    (leftover / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"\.saving/new is in the way"):
-        save(path, "new")
-    (leftover / "notes.txt").unlink()
-    save(path, "new")
-    assert saved(path) == {"new"} and not (path / ".saving").exists()
-
-
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save goes on without a lock where the file system has none."""
 
@@ -365,7 +306,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_two_processes_that_save_to_one_path(tmp_path: Path, attack: Attack) -> None:
     """Every save that is reported done is whole, the other process's is refused, and a further save succeeds."""
-    rounds = 5
+    rounds = 3
     attack("two processes save to one path at once", tries=rounds, outcome="each save is whole or refused")
     for number in range(rounds):
         path = tmp_path / str(number) / "a.ckpt"
@@ -489,22 +430,6 @@ def test_a_reader_between_the_two_renames_of_a_save(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "rename", slow_rename)
     save(path, "new")
     assert found.get(timeout=LIMIT) == {"new"}
-
-
-def test_what_somebody_removes_within_a_save(tmp_path: Path) -> None:
-    """A save of which something is gone is not reported as saved."""
-    save(tmp_path / "a.ckpt", "old")
-
-    def lose() -> None:
-        with replacing(tmp_path / "a.ckpt", TAG) as (new, *_):
-            (new / TAG).mkdir()
-            for entry in new.parent.iterdir():
-                if entry.is_file():
-                    entry.unlink()
-
-    with pytest.raises(CheckpointError, match="another process has removed the written files"):
-        lose()
-    assert saved(tmp_path / "a.ckpt") == {"old"}
 
 
 def in_the_way(path: Path) -> None:

@@ -16,22 +16,17 @@ from tests.training.test_bad_input import fit
 INFINITE = resource.RLIM_INFINITY
 
 
-class Limits:
-    """Stands for the process's limit of open files."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, soft: int, hard: int) -> None:
-        self.now = (soft, hard)
-        monkeypatch.setattr(resource, "getrlimit", lambda kind: self.now)
-        monkeypatch.setattr(resource, "setrlimit", self._set)
-
-    def _set(self, kind: int, limits: tuple[int, int]) -> None:
-        assert kind == resource.RLIMIT_NOFILE
-        self.now = limits
+def limits(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int) -> list[tuple[int, int]]:
+    """Stand for the process's limit of open files; return a list of which the last one is in force."""
+    in_force = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: in_force[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: in_force.append(limits))
+    return in_force
 
 
 def test_a_limit_that_is_too_low_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ulimit -n 24 a fit raises our error, which names the limit, instead of gloo's."""
-    Limits(monkeypatch, 24, 24)
+    limits(monkeypatch, 24, 24)
     with pytest.raises(
         StorageError, match=r"may open 24 files .* with 1 process on this machine and 1 storage folder needs"
     ) as caught:
@@ -41,7 +36,7 @@ def test_a_limit_that_is_too_low_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("limits", "then"),
+    ("before", "then"),
     [
         ((24, 4096), (4096, 4096)),
         ((24, INFINITE), (88, INFINITE)),
@@ -50,17 +45,17 @@ def test_a_limit_that_is_too_low_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_a_limit_that_may_be_raised_is_raised(
-    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], then: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], then: tuple[int, int]
 ) -> None:
     """The soft limit is raised as far as it may be if it is too low, and left alone otherwise."""
-    process = Limits(monkeypatch, *limits)
+    in_force = limits(monkeypatch, *before)
     require_descriptors(num_processes=1, num_folders=2)
-    assert process.now == then
+    assert in_force[-1] == then
 
 
 def test_processes_and_folders_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """More processes on the machine, or more folders, need a higher limit."""
-    Limits(monkeypatch, 88, 88)
+    limits(monkeypatch, 88, 88)
     for further in ({"num_processes": 2, "num_folders": 2}, {"num_processes": 1, "num_folders": 3}):
         with pytest.raises(StorageError, match=r"[23] (processes|storage folders).* ulimit -n"):
             require_descriptors(**further)

@@ -35,13 +35,6 @@ def test_the_faster_is_chosen_within_eight_steps(fastest: str, jitter: bool) -> 
     assert set(modes[8:]) == {fastest}
 
 
-def test_steps_in_which_something_else_is_chosen_are_not_measured() -> None:
-    """They may take any time."""
-    modes = run(OverlapChoice("auto", unmeasured=2), {"forward": 1.0, "backward": 0.8})
-    assert modes[:10] == 6 * ["forward"] + 4 * ["backward"]
-    assert set(modes[10:]) == {"backward"}
-
-
 def test_what_is_simpler_stays_where_nothing_is_gained() -> None:
     assert run(OverlapChoice("auto"), {"forward": 1.0, "backward": 0.98})[-1] == "forward"
 
@@ -69,30 +62,3 @@ def test_ranks_choose_alike() -> None:
             now += of_rank[choice.mode]
         chosen.append(choice.mode)
     assert chosen == ["backward", "backward"]
-
-
-def tell(choice: OverlapChoice, windows: list[list[bool]]) -> list[str]:
-    """Return the mode after each step of a loop that tells this much before the backwards of its windows."""
-    modes = []
-    for now, backwards in enumerate(windows):
-        for step_follows in backwards:
-            choice.backward_begins(step_follows=step_follows)
-        choice.step_begins(float(now), sum_over_ranks=lambda value: value)
-        modes.append(choice.mode)
-    return modes
-
-
-def test_nobody_tells_that_a_step_follows(caplog: pytest.LogCaptureFixture) -> None:
-    """``auto`` does not try speculation, and who asked for it is warned, once."""
-    with caplog.at_level(logging.INFO):
-        assert set(tell(OverlapChoice("auto"), 10 * [[False, False]])) == {"forward"}
-    assert caplog.text.count("'backward': no caller announces") == 1
-    with pytest.warns(UserWarning, match="works as 'forward': no caller announces") as caught:
-        assert tell(OverlapChoice("backward"), 10 * [[False]])[1:] == 9 * ["forward"]
-    assert len(caught) == 1
-
-
-@pytest.mark.parametrize("first", [[], [False]], ids=["no loss in the window", "no loss in its last micro-batch"])
-def test_somebody_tells_later(first: list[bool]) -> None:
-    """A window without a backward that a step follows is no reason to give speculation up."""
-    assert tell(OverlapChoice("auto"), [first, *9 * [[False, True]]])[4:8] == 4 * ["backward"]

@@ -63,12 +63,3 @@ def test_a_feature_that_the_strategy_lacks(zero: dict[str, Any], feature: str) -
     """The error names the feature, also where its key is misspelt."""
     with pytest.raises(UnsupportedError, match=feature):
         check_keys(zero, owner="SmartInfinityStrategy")
-
-
-def test_what_is_inside_a_whole_section_is_taken() -> None:
-    """The section that an answer writes out is not refused in turn."""
-    whole = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "overlap_comm": True, "cpu_offload": True}
-    with pytest.raises(ConfigError) as caught:
-        check_keys({"zero_optimization": whole}, owner="SmartInfinityStrategy")
-    assert "zero={'overlap_comm': True}." in caught.value.remedy
-    check_keys({"overlap_comm": True}, owner="SmartInfinityStrategy")

