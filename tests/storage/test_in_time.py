@@ -126,7 +126,7 @@ def test_a_disk_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk
 
     Forty limits end it, whatever the disk does for others, and Ctrl-C ends it within seconds.
     """
-    counts, seconds = itertools.count(), lenient(0.05)
+    counts, seconds = itertools.count(), 0.02
 
     def count(_: Path) -> int:
         if (number := next(counts)) == 20:
@@ -134,6 +134,7 @@ def test_a_disk_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk
         return number
 
     monkeypatch.setattr(calls, "completed_requests", count)
+    monkeypatch.setattr(calls, "_POLL", seconds / 2)
     assert in_time(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=seconds)
     disk.answers.clear()
     began = time.monotonic()
