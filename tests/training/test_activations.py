@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_smartinfinity import SmartInfinityStrategy, StorageFullError, StorageTrafficMonitor
+from lightning_smartinfinity import SmartInfinityStrategy, StorageTrafficMonitor
 from lightning_smartinfinity.devices.base import Traffic
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
@@ -51,29 +50,16 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert summary["io/written_TB"] == pytest.approx(traffic.storage_write_bytes / 1e12)
 
 
-def test_space_is_asked_for(tmp_path: Path) -> None:
-    """What activations may take is asked for together with the state, before anything is written."""
-    strategy = SmartInfinityStrategy(tmp_path / "storage", activations={"storage_bytes": 1 << 60})
-    with pytest.raises(StorageFullError, match="activations and the optimizer state need") as raised:
-        quiet_trainer(tmp_path, strategy).fit(LitTiny(Recipe(precision="bf16-mixed")))
-    assert "storage_bytes" in raised.value.remedy
-    assert not (tmp_path / "storage").exists()
-
-
 class Manual(LitTiny):
-    """A module whose backward runs within its training step, twice through each graph; it may drop other graphs."""
+    """A module whose backward runs within its training step, twice through each graph, while others are dropped."""
 
-    def __init__(self, recipe: Recipe, *, drops_graphs: bool = False) -> None:
-        super().__init__(recipe)
-        self.automatic_optimization = False
-        self.drops_graphs = drops_graphs
+    automatic_optimization = False
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()
         for micro in range(2):
             tokens = self.recipe.batch(2 * batch_idx + micro)
-            if self.drops_graphs:
-                self.model(tokens)
+            self.model(tokens)
             loss = self.model(tokens)
             self.losses.append(float(loss.detach()))
             self.manual_backward(loss, retain_graph=True)
@@ -92,15 +78,6 @@ class HostBytes(Callback):
         self.seen.append(trainer.strategy.host_bytes.get("activations", 0))
 
 
-def test_the_choice_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With the defaults a micro-batch is measured, and one line says what is kept and offloaded."""
-    strategy = SmartInfinityStrategy(tmp_path / "storage", activations={"min_bytes": 1})
-    with caplog.at_level(logging.INFO, logger="lightning_smartinfinity"):
-        quiet_trainer(tmp_path, strategy, max_steps=4).fit(LitTiny(Recipe(precision="bf16-mixed")))
-    lines = [record.message for record in caplog.records if "that forward saves" in record.message]
-    assert lines and "are offloaded and" in lines[0]
-
-
 def checkpointed(checkpoint: Callable[..., Any]) -> LitTiny:
     """Return a module whose blocks run below the checkpoints of DeepSpeed or torch."""
     module = LitTiny(Recipe(precision="bf16-mixed"))
@@ -110,8 +87,7 @@ def checkpointed(checkpoint: Callable[..., Any]) -> LitTiny:
 
 
 UNUSUAL: dict[str, Callable[[], LitTiny]] = {
-    "two manual backwards": lambda: Manual(Recipe(precision="bf16-mixed"), drops_graphs=False),
-    "dropped graphs": lambda: Manual(Recipe(precision="bf16-mixed"), drops_graphs=True),
+    "two manual backwards": lambda: Manual(Recipe(precision="bf16-mixed")),
     "deepspeed": lambda: checkpointed(lambda *inputs: deepspeed.checkpointing.checkpoint(*inputs)),
     "reentrant": lambda: checkpointed(partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)),
     "not reentrant": lambda: checkpointed(partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)),

@@ -1,4 +1,4 @@
-"""Running statistics of norms move, and are saved, as in Lightning's own mixed precision."""
+"""Running statistics of norms move, and are saved, as in Lightning's own mixed precision; so is what forward writes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ class OwnForward(nn.BatchNorm1d):
         return functional.batch_norm(x, mean, var, self.weight, self.bias, self.training, self.momentum).relu()
 
 
+class Clamped(nn.BatchNorm1d):
+    """A batch norm that clamps its weight within forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(max=0.5)
+        return super().forward(x)
+
+
 class Frozen(nn.Module):
     """A batch norm of buffers that nothing updates, as in torchvision and transformers."""
 
@@ -53,6 +62,12 @@ class Through(nn.Module):
         return self.call(self.norm, x)
 
 
+def write(norm: Any, _: object) -> None:
+    """Write the weights of a norm by ``data``."""
+    norm.weight.data[:2] = 0.7
+    norm.bias.data = torch.full((WIDTH,), 0.3)
+
+
 class Norms(pl.LightningModule):
     """Trains a layer after each kind of norm. Means start at 16, and go to 20 in steps too small for bf16."""
 
@@ -65,6 +80,8 @@ class Norms(pl.LightningModule):
             "cumulative": nn.BatchNorm1d(WIDTH, momentum=None),
             "synchronized": nn.SyncBatchNorm(WIDTH, momentum=0.01).eval(),
             "own forward": OwnForward(WIDTH, momentum=0.01),
+            "clamped": Clamped(WIDTH, momentum=0.01),
+            "written in a hook": nn.BatchNorm1d(WIDTH, momentum=0.01),
             "frozen": Frozen(),
             # Forward runs again in backward.
             "recomputed": Through(
@@ -82,6 +99,10 @@ class Norms(pl.LightningModule):
         for name, buffer in self.named_buffers():
             if name.endswith("running_mean"):
                 buffer.fill_(16)
+
+    def on_fit_start(self) -> None:
+        if "written in a hook" in self.norms:
+            self.norms["written in a hook"].register_forward_pre_hook(write)
 
     def on_train_batch_start(self, *_: Any) -> None:
         if "synchronized" in self.norms:
@@ -104,13 +125,19 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
+def values_of(module: Norms) -> dict[str, torch.Tensor]:
+    """Return copies of the module's buffers, and of the weights that forward writes."""
+    written = (module.norms[name].named_parameters(prefix=name) for name in ("clamped", "written in a hook"))
+    return buffers_of(module) | {name: param.detach().clone() for each in written for name, param in each}
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
-    """Return the buffers of two fits of one module in Lightning's own bf16-mixed."""
+    """Return the values of two fits of one module in Lightning's own bf16-mixed."""
     module, root, found = Norms(), tmp_path_factory.mktemp("plain"), []
     for _ in range(2):
         fit(module, root, "auto", max_steps=STEPS)
-        found.append(buffers_of(module))
+        found.append(values_of(module))
     return found
 
 
@@ -118,12 +145,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.T
 def test_statistics_are_those_of_lightning(
     precision: str, expected: list[dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    """Their dtype is fp32, and they go where they go in memory, also in a second fit of the module."""
+    """Their dtype is fp32, and they go where they go in memory, also in a second fit of the module.
+
+    What forward writes to the weights of a norm lasts: norms compute with the parameters themselves.
+    """
     module, hooks = Norms(), set()
     for once in expected:
         trainer = fit(module, tmp_path, precision=precision, max_steps=STEPS, use_distributed_sampler=False)
         hooks.add(len(module.norms["plain"]._forward_pre_hooks))
-        found = buffers_of(module)
+        found = values_of(module)
         assert found.keys() == once.keys()
         for name, buffer in once.items():
             torch.testing.assert_close(found[name], buffer, rtol=2e-3, atol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
@@ -143,37 +173,3 @@ def test_statistics_of_an_old_checkpoint_load(tmp_path: Path) -> None:
     assert saved["norms.without weights.running_mean"].dtype is torch.bfloat16
     assert loaded["norms.without weights.running_mean"].dtype is torch.float32
     assert all(torch.equal(loaded[name], value.to(loaded[name].dtype)) for name, value in saved.items())
-
-
-class Clamped(nn.BatchNorm1d):
-    """A batch norm that clamps its weight within forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(max=0.5)
-        return super().forward(x)
-
-
-class Written(Norms):
-    """Writes the weights of norms within forward, and in hooks by ``data``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleDict({"in forward": Clamped(WIDTH), "in a hook": nn.BatchNorm1d(WIDTH)})
-        self.layers = self.layers[:2]
-
-    def on_fit_start(self) -> None:
-        def write(norm: Any, _: object) -> None:
-            norm.weight.data[:2] = 0.7
-            norm.bias.data = torch.full((WIDTH,), 0.3)
-
-        self.norms["in a hook"].register_forward_pre_hook(write)
-
-
-def test_what_forward_writes_to_a_norm_lasts(tmp_path: Path) -> None:
-    """The weights are those of Lightning's own mixed precision, whose norms compute with the parameters themselves."""
-    ours, theirs = Written(), Written()
-    for module, strategy in ((ours, None), (theirs, "auto")):
-        fit(module, tmp_path / str(strategy), strategy, max_steps=STEPS, use_distributed_sampler=False)
-    for own, other in zip(ours.norms.parameters(), theirs.norms.parameters(), strict=True):
-        torch.testing.assert_close(own.detach().clone(), other.detach(), rtol=2e-3, atol=2e-3)

@@ -40,8 +40,11 @@ from tests.training.worker import Run, each_rank, prepared, train
 ENOSPC = 28
 
 
-def run_of(root: Path, recipe: Recipe, zero: dict[str, Any] | None, **options: Any) -> Run:
-    return Run(out=str(root), recipe=recipe, transfer=SMALL_RING, options={"zero": zero, **options})
+def run_of(
+    root: Path, recipe: Recipe, zero: dict[str, Any] | None, *, budget: int | str = "auto", **options: Any
+) -> Run:
+    transfer = {**SMALL_RING, "parameter_bytes": budget}
+    return Run(out=str(root), recipe=recipe, transfer=transfer, options={"zero": zero, **options})
 
 
 def stored_in(folder: Path) -> int:
@@ -277,12 +280,6 @@ STORED = {"offload_param": {"device": "nvme"}}
 BUDGETED = Recipe(precision="bf16-mixed", width=64, depth=4, groups=True, accumulate=2, frozen=True, max_steps=4)
 
 
-def budget_run(root: Path, recipe: Recipe, budget: int | None, **options: Any) -> Run:
-    zero = {} if budget is None else {"zero": STORED}
-    transfer = {} if budget is None else {"parameter_bytes": budget}
-    return Run(out=str(root), recipe=recipe, transfer={**SMALL_RING, **transfer}, options={**zero, **options})
-
-
 def least_budget(root: Path, recipe: Recipe) -> int:
     """Return what the error says that a model needs."""
     strategy = SmartInfinityStrategy(root / "s", zero=STORED, transfer={"parameter_bytes": 1})
@@ -304,12 +301,12 @@ def test_no_bit_changes_and_no_byte_is_beyond_the_budget(
 ) -> None:
     """What lies in memory for parameters never exceeds the budget, with one that holds the largest module only, too."""
     recipe = dataclasses.replace(BUDGETED, tied=tied)
-    straight = result(budget_run(tmp_path / "straight", recipe, None, overlap="none"))
+    straight = result(run_of(tmp_path / "straight", recipe, None, overlap="none"))
     assert most == [0]
     budget = times * least_budget(tmp_path, recipe)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*in use at once")
-        assert_same(result(budget_run(tmp_path / "budget", recipe, budget, overlap=overlap)), straight)
+        assert_same(result(run_of(tmp_path / "budget", recipe, STORED, budget=budget, overlap=overlap)), straight)
     assert 0 < most[0] <= budget
 
 
@@ -322,7 +319,8 @@ def test_each_parameter_is_written_once_in_a_step(overlap: str, tmp_path: Path) 
         trainer.strategy.drain()
         written.append(trainer.strategy._parameters.store.counters().written_bytes)
 
-    run = budget_run(tmp_path, dataclasses.replace(BUDGETED, accumulate=1), 100_000, overlap=overlap)
+    recipe = dataclasses.replace(BUDGETED, accumulate=1)
+    run = run_of(tmp_path, recipe, STORED, budget=100_000, overlap=overlap)
     module, trainer, _ = train(run, does(on_train_batch_end=note))
     trainer.strategy.close()  # type: ignore[attr-defined]
     stored = [(stored_parameter(param), param.requires_grad) for param in module.parameters()]
@@ -376,7 +374,7 @@ def test_two_processes_keep_a_budget(times: int, tmp_path: Path) -> None:
     assert budgeted == plain
 
 
-class Initialised(Configured):
+class Initialised(Configured, Evaluated):
     """Initialises the model's parameters once all of it is built, as models of transformers do."""
 
     def configure_model(self) -> None:
@@ -386,36 +384,28 @@ class Initialised(Configured):
 
 
 def test_a_model_that_is_built_on_storage(tmp_path: Path, most: list[int]) -> None:
-    """The budget holds while configure_model builds and initialises; a parameter that does not fit is named there."""
+    """The budget holds while configure_model builds and initialises, in an evaluation, and in a fit after it.
+
+    A parameter that does not fit is named there.
+    """
     recipe = dataclasses.replace(BUDGETED, accumulate=1, max_steps=2)
     budget = least_budget(tmp_path / "whole", recipe)
     strategy = SmartInfinityStrategy(tmp_path / "small", zero=STORED, transfer={"parameter_bytes": 20_000})
     with pytest.raises(ConfigError, match=r"parameter_bytes=20000\).*'Linear.weight' takes 24576 bytes.") as caught:
         quiet_trainer(tmp_path, strategy, precision=BUDGETED.precision).fit(Initialised(recipe))
     assert "at least 24576" in caught.value.remedy
-    losses = []
+    found = []
     for zero, transfer in ((None, {}), (STORED, {"parameter_bytes": budget})):
         strategy = SmartInfinityStrategy(tmp_path / str(zero is None), zero=zero, transfer=transfer)
+        trainer = quiet_trainer(tmp_path, strategy, max_steps=2, limit_val_batches=4, precision=BUDGETED.precision)
         torch.manual_seed(3)
         module = Initialised(recipe)
-        quiet_trainer(tmp_path, strategy, max_steps=2, precision=BUDGETED.precision).fit(module)
-        losses.append(module.losses)
+        evaluated = trainer.validate(module, verbose=False)
+        trainer.fit(module)
+        found.append((evaluated, module.losses))
         assert (module.stored_bytes > 0) == (zero is not None)  # before the optimizer exists
         strategy.close()
-    assert losses[0] == losses[1] and 0 < most[0] <= budget
-
-
-def test_an_evaluation(tmp_path: Path, most: list[int]) -> None:
-    """An evaluation keeps the budget, and finds what it finds without one."""
-    found = []
-    budget = least_budget(tmp_path, BUDGETED)
-    for nbytes in (budget, "auto"):
-        strategy = SmartInfinityStrategy(tmp_path / "s", zero=STORED, transfer={"parameter_bytes": nbytes})
-        trainer = quiet_trainer(tmp_path, strategy, limit_val_batches=4, precision=BUDGETED.precision)
-        found.append(trainer.validate(Evaluated(BUDGETED), verbose=False))
-        assert nbytes == "auto" or 0 < most[0] <= budget
-        strategy.close()
-    assert found[0] == found[1]
+    assert found[0] == found[1] and 0 < most[0] <= budget
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_smartinfinity import StorageError
-from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.parameters.gather_methods import Gather
 from tests.fabric import worker as fabric_worker
 from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.training import actions
-from tests.training.actions import does, fail_at
-from tests.training.worker import Run, prepared, train
+from tests.training.actions import does
+from tests.training.worker import Run, train
 
 # A tasklet holds about two layers, and the ring holds only a few tasklets.
 SMALL_RING = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
@@ -112,50 +110,6 @@ def assert_holds(trainer: pl.Trainer, module: LitTiny, masters: dict[str, torch.
         assert torch.equal(trainer.strategy.optimizers[0].get_full_hp_param(param), masters[name]), name
         with deepspeed.zero.GatheredParameters([param]):
             assert torch.equal(param, masters[name].to(param.dtype)), name
-
-
-@pytest.mark.parametrize(
-    ("overlap", "faults", "zero"),
-    [
-        ("forward", {"fail_read_at": 0}, {}),
-        ("forward", {"fail_write_at": 0}, NVME),
-        ("backward", {"fail_write_at": 0}, {"reduce_bucket_size": 4000}),
-    ],
-)
-def test_a_failure_in_the_background_rolls_the_step_back(
-    overlap: str, faults: dict[str, int], zero: dict[str, Any], tmp_path: Path
-) -> None:
-    """The error is raised by the next step at the latest. The state before the failed step can be saved."""
-    module, trainer, _ = prepared(run_of(tmp_path / "failing", BF16, overlap, zero=zero), fail_at(2, **faults))
-    with pytest.raises(StorageError, match=r"state\.bin"):
-        trainer.fit(module)
-    assert trainer.global_step in (2, 3) and len(module.losses) in (3, 4)
-    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 2
-    actions.save(trainer, module)
-    two_steps = dataclasses.replace(BF16, max_steps=2)
-    assert_holds(trainer, module, result(run_of(tmp_path / "straight", two_steps, "none"))[1])
-    trainer.strategy.close()  # type: ignore[attr-defined]
-
-
-def test_an_interrupt_while_the_update_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends training, and a checkpoint holds the step that was in flight."""
-    wait = UpdateInFlight._wait_for
-
-    def interrupted(self: UpdateInFlight, wanted: Any) -> None:
-        if self._rank_state.handler.generation == 1:
-            monkeypatch.setattr(UpdateInFlight, "_wait_for", wait)
-            raise KeyboardInterrupt
-        wait(self, wanted)
-
-    monkeypatch.setattr(UpdateInFlight, "_wait_for", interrupted)
-    module, trainer, _ = prepared(run_of(tmp_path / "interrupted", BF16, "forward"))
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        trainer.fit(module)
-    actions.save(trainer, module)
-    assert trainer.strategy.optimizers[0].update.drained_handler().generation == trainer.global_step == 2
-    two_steps = dataclasses.replace(BF16, max_steps=2)
-    assert_holds(trainer, module, result(run_of(tmp_path / "straight", two_steps, "none"))[1])
-    trainer.strategy.close()  # type: ignore[attr-defined]
 
 
 def test_closing_commits_the_step_in_flight(tmp_path: Path) -> None:

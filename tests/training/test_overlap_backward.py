@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_smartinfinity import ConfigError, StorageError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.step import Step
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
-from tests.helpers.long_cases import long_but
+from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFlight
 from tests.helpers.models import Recipe
 from tests.training import actions
 from tests.training.actions import does, fail_at
@@ -58,30 +59,24 @@ def test_a_plain_loop_is_guessed_right(
 
 
 @pytest.mark.parametrize(
-    "action",
-    long_but(
-        [actions.read_state, actions.halve_gradients, actions.write_data],
-        [
-            actions.read_state,
-            actions.gather,
-            actions.halve_gradients,
-            actions.write_data,
-            actions.halve_rate,
-        ],
-    ),
-    ids=lambda action: action.__name__,
+    "acts",
+    [[actions.read_state, actions.halve_gradients, actions.write_data], [actions.gather, actions.halve_rate]],
+    ids=lambda acts: ", ".join(act.__name__ for act in acts),
 )
-def test_what_happens_between_backward_and_the_step(action: actions.Action, tmp_path: Path) -> None:
+def test_what_happens_between_backward_and_the_step(acts: list[actions.Action], tmp_path: Path) -> None:
     """Reads see the values before the step, changes take effect, and the speculative update is rolled back."""
     seen = {}
-    recipe = dataclasses.replace(BF16, precision="32-true", max_steps=3)
+    recipe = dataclasses.replace(BF16, precision="32-true", max_steps=len(acts))
     for overlap in ("none", "backward"):
         read: list[object] = []
-        note = does(on_after_backward=lambda *what, read=read: read.append(action(*what)))
+        note = does(
+            on_after_backward=lambda trainer, module, read=read: read.append(acts[trainer.global_step](trainer, module))
+        )
         module, trainer, _ = train(run_of(tmp_path / overlap, recipe, overlap), note)
         seen[overlap] = (module.losses, read)
         speculation: Any = trainer.strategy.optimizers[0].speculation
-        assert (speculation.num_adopted, speculation.num_discarded) == (0, 3 if overlap == "backward" else 0)
+        rolled_back = len(acts) if overlap == "backward" else 0
+        assert (speculation.num_adopted, speculation.num_discarded) == (0, rolled_back)
         trainer.strategy.close()  # type: ignore[attr-defined]
     assert seen["none"] == seen["backward"]
 
@@ -106,15 +101,14 @@ def test_what_stays_gathered_has_its_values_until_the_step(tmp_path: Path) -> No
     assert all(torch.equal(a, b) for a, b in zip(seen["none"], seen["backward"], strict=True))
 
 
-@pytest.mark.parametrize("overlap", long_but(["none", "backward"], ["none", "forward", "backward"]))
-def test_a_rate_that_is_out_of_range_takes_no_step(overlap: str, tmp_path: Path) -> None:
+def test_a_rate_that_is_out_of_range_takes_no_step(tmp_path: Path) -> None:
     """An invalid learning rate raises at once, and the previous step is the last."""
 
     def spoil_rate(trainer: pl.Trainer, module: Any) -> None:
         if trainer.global_step == 1:
             trainer.strategy.optimizers[0].param_groups[0]["lr"] = -1.0
 
-    module, trainer, _ = prepared(run_of(tmp_path, BF16, overlap), does(on_after_backward=spoil_rate))
+    module, trainer, _ = prepared(run_of(tmp_path, BF16, "backward"), does(on_after_backward=spoil_rate))
     with pytest.raises(ConfigError, match="lr"):
         trainer.fit(module)
     assert trainer.strategy.optimizers[0].update.drained_handler().generation == 1
@@ -151,19 +145,18 @@ INTERRUPTED = {
     "the guess is rolled back": (Step, "read_back"),
     "the step begins after a wrong guess": (TransferHandler, "begin_step"),
     "a failed step is rolled back": (Step, "read_back"),
+    "the update is waited for": (UpdateInFlight, "_wait_for"),
 }
 
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None], dict[str, torch.Tensor]]:
     """Return a function that gives the masters after two steps without overlap."""
-    known: dict[float | None, dict[str, torch.Tensor]] = {}
 
+    @cache
     def masters(clip: float | None) -> dict[str, torch.Tensor]:
-        if clip not in known:
-            recipe = dataclasses.replace(BF16, clip=clip, max_steps=2)
-            _, known[clip] = result(run_of(tmp_path_factory.mktemp("two"), recipe, "none"))
-        return known[clip]
+        recipe = dataclasses.replace(BF16, clip=clip, max_steps=2)
+        return result(run_of(tmp_path_factory.mktemp("two"), recipe, "none"))[1]
 
     return masters
 

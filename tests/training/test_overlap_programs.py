@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.helpers.trainers import quiet_trainer
 from tests.pipeline.wandering import Wandering
 from tests.training import actions
 from tests.training.actions import Action
+from tests.training.test_overlap import NVME
 
 # Five programs from this one on cover every overlap, speculative updates kept and rolled back, both gradient paths, one
 # and two folders, both budgets, and some of every other kind. OVERLAP_PROGRAMS=200 makes a longer search.
@@ -155,30 +158,18 @@ def straight_of(program: Program) -> Program:
     return dataclasses.replace(program, transfer=plain, overlap="none", num_folders=1)
 
 
-class Interference(pl.Callback):
-    """A callback that calls the actions of a program."""
+def interference(program: Program) -> list[pl.Callback]:
+    """Return a callback that calls the actions of a program, if it has some."""
+    calls = Counter[str]()
 
-    def __init__(self, program: Program) -> None:
-        self.actions = program.actions
-        self.calls = dict.fromkeys(HOOKS, 0)
-
-    def _called(self, hook: str, trainer: pl.Trainer, module: Any) -> None:
-        action = self.actions.get((hook, self.calls[hook]))
-        self.calls[hook] += 1
+    def called(hook: str, trainer: pl.Trainer, module: Any) -> None:
+        action = program.actions.get((hook, calls[hook]))
+        calls[hook] += 1
         if action is not None:
             module.seen.append(action(trainer, module))
 
-    def on_after_backward(self, *args: Any) -> None:
-        self._called("on_after_backward", *args[:2])
-
-    def on_before_optimizer_step(self, *args: Any) -> None:
-        self._called("on_before_optimizer_step", *args[:2])
-
-    def on_before_zero_grad(self, *args: Any) -> None:
-        self._called("on_before_zero_grad", *args[:2])
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self._called("on_train_batch_end", *args[:2])
+    # Hooks that a callback has decide what a training may do.
+    return [actions.does(**{hook: partial(called, hook) for hook in HOOKS})] if program.actions else []
 
 
 class Faulty(pl.Callback):
@@ -244,7 +235,7 @@ def train(program: Program, root: Path, *callbacks: pl.Callback, accelerator: st
         root,
         strategy,
         accelerator=accelerator,
-        callbacks=[*([Interference(program)] if program.actions else []), *callbacks],
+        callbacks=[*interference(program), *callbacks],
         precision=recipe.precision,
         max_steps=recipe.max_steps,
         accumulate_grad_batches=recipe.accumulate,
@@ -344,7 +335,7 @@ def test_a_failure_anywhere_leaves_the_step_before(tmp_path: Path) -> None:
         where = {choose.choice(["fail_read_at", "fail_write_at"]): choose.randrange(20)}
         failing = Program(
             recipe,
-            zero={"reduce_bucket_size": 4000},
+            zero={"reduce_bucket_size": 4000, **choose.choice([{}, NVME])},
             transfer={"tasklet_bytes": 2**16, "num_buffers": 3},
             bypasses_buckets=True,
             actions={},

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import ConfigError, SmartInfinityPrecision
 from tests.fabric.worker import quiet_fabric
-from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit
 
 HALF, LONG = torch.float16, torch.int64
@@ -48,37 +47,6 @@ def test_rounded_batches_are_told_once() -> None:
     assert len(caught) == 1
 
 
-class Tensors(LitTiny):
-    """Records the dtype of a new tensor in a step, and those of its buffers."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.dtypes: set[tuple[torch.dtype, ...]] = set()
-        self.drawn = torch.polar(torch.ones(2), torch.ones(2))
-        self.register_buffer("rotations", self.drawn.clone())
-        self.register_buffer("table", torch.ones(2, dtype=torch.float64))
-        self.register_buffer("means", torch.ones(2))
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.dtypes.add((torch.zeros(1).dtype, self.table.dtype, self.means.dtype))
-        assert torch.equal(self.rotations, self.drawn)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-def test_new_tensors_and_buffers_have_the_dtypes_of_lightning(precision: str, tmp_path: Path) -> None:
-    """Complex buffers keep their values; Lightning's own bf16-true drops their imaginary parts."""
-    found = []
-    for name, strategy in (("plain", "auto"), ("ours", None)):
-        module = Tensors(Recipe(depth=1, precision=precision))
-        if name == "plain" and precision == "bf16-true":
-            found.append({(torch.bfloat16,) * 3})
-            continue
-        fit(module, tmp_path / name, strategy, max_steps=1, precision=precision)
-        found.append(module.dtypes)
-    assert found[1] == found[0]
-
-
 @pytest.mark.parametrize("precision", ["64-true", "bf16", 16, None])
 def test_other_precisions_are_refused(precision: Any) -> None:
     """The error names the value and lists alternatives."""
@@ -97,6 +65,14 @@ DTYPES = {
 }
 
 
+# Of a new tensor, and of buffers in fp64 and in fp32, with Lightning's own precisions.
+TENSORS = {
+    "32-true": [torch.float32, torch.float64, torch.float32],
+    "bf16-true": [torch.bfloat16, torch.bfloat16, torch.bfloat16],
+    "16-mixed": [torch.float32, torch.float64, torch.float32],
+}
+
+
 class Inner(pl.LightningModule):
     """A LightningModule within another, as in distillation."""
 
@@ -109,21 +85,23 @@ class Inner(pl.LightningModule):
 
 
 class Told(pl.LightningModule):
-    """Records the dtypes of itself, of its inner module and of its parameters in a step."""
+    """Records the dtypes of a new tensor and of buffers in a step, and those of itself and of its parameters."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
-        self.where = where
-        self.seen: set[Any] = set()
-        if where == "init":
-            self.inner = Inner()
+        self.drawn = torch.polar(torch.ones(2), torch.ones(2))
+        self.register_buffer("rotations", self.drawn.clone())
+        self.register_buffer("table", torch.ones(2, dtype=torch.float64))
+        self.register_buffer("means", torch.ones(2))
+        self.inner = Inner() if where == "init" else None
 
     def configure_model(self) -> None:
-        if self.where == "configure_model":
-            self.inner = Inner()
+        self.inner = self.inner or Inner()
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.seen |= {self.dtype, self.inner.dtype, *(param.dtype for param in self.parameters())}
+        assert torch.equal(self.rotations, self.drawn)
+        self.tensors = [torch.zeros(1).dtype, self.table.dtype, self.means.dtype]
+        self.own = {self.dtype, self.inner.dtype, *(param.dtype for param in self.parameters())}
         return self.inner(batch.to(self.dtype)).float().square().mean()  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -135,15 +113,18 @@ class Told(pl.LightningModule):
 
 @pytest.mark.parametrize("where", ["init", "configure_model"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
-def test_dtype_in_a_fit(precision: str, where: str, tmp_path: Path) -> None:
-    """It is that of the parameters with every precision, for inner modules as well."""
+def test_dtypes_in_a_fit(precision: str, where: str, tmp_path: Path) -> None:
+    """Modules, inner ones as well, have the dtype of the parameters; new tensors and buffers have those of Lightning.
+
+    Complex buffers keep their values; Lightning's own bf16-true drops their imaginary parts.
+    """
     module = Told(where)
     fit(module, tmp_path, precision=precision, max_steps=1)
-    assert module.seen == {DTYPES[precision]}
+    assert module.own == {DTYPES[precision]}
+    assert module.tensors == TENSORS[precision]
 
 
-@pytest.mark.parametrize("where", ["init", "configure_model"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-true"])
+@pytest.mark.parametrize(("precision", "where"), [("bf16-mixed", "init"), ("16-true", "configure_model")])
 def test_dtype_in_fabric(precision: str, where: str, tmp_path: Path) -> None:
     """The LightningModule that Fabric sets up tells it too, built under init_module or before."""
     fabric = quiet_fabric(tmp_path / "storage", precision=precision)
