@@ -9,7 +9,9 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, repeat
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -102,16 +104,9 @@ def test_one_place_cannot_roll_back(tmp_path: Path, committed: bool) -> None:
 
 def test_a_commit_record_that_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the commit record cannot be written, the step rolls back, and succeeds once the disk has recovered."""
-    real, calls = os.pwrite, []
-
-    def full_once(descriptor: int, content: bytes, offset: int) -> int:
-        calls.append(offset)
-        if len(calls) == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(descriptor, content, offset)
-
     before, plan = run.state(), run.collect(2)
-    monkeypatch.setattr(os, "pwrite", full_once)
+    answers = chain([OSError(errno.ENOSPC, "No space left on device")], repeat(DEFAULT))
+    monkeypatch.setattr(os, "pwrite", Mock(wraps=os.pwrite, side_effect=answers))
     run.handler.begin_step(plan)
     with pytest.raises(StorageFullError, match=r"commit\.bin"):
         run.handler.commit()
