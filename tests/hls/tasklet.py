@@ -21,13 +21,11 @@ from hls.description import (
 from lightning_smartinfinity import native
 from lightning_smartinfinity.common.update_rules import RULES as DESCRIPTIONS
 from lightning_smartinfinity.native import DType, crc32c
-from tests.helpers.compressed import Codes, block_scaled_codes
-from tests.helpers.golden import Bits, assert_same_bits, decode, encode, random_arrays
-from tests.helpers.payload import Payload, compress, expand
-from tests.helpers.update_rules import RULES, Floats
+from tests.helpers.compressed import Codes, Payload, block_scaled_codes, compress, expand
+from tests.helpers.golden import RULES, Bits, Floats, assert_same_bits, decode, encode, random_arrays
 from tests.hls.simulation import Buffer, Simulation, aligned
 
-__all__ = ["FORMS", "KERNEL_OF", "Form", "Status", "Tasklet", "make_tasklet", "same_numbers"]
+__all__ = ["FORMS", "KERNEL_OF", "Form", "Tasklet", "make_tasklet", "same_numbers", "stored_in"]
 
 KERNEL_OF: dict[type, Kernel] = {
     getattr(native, rule.step): kernel for kernel, rule in zip(KERNELS, DESCRIPTIONS, strict=True)
@@ -70,25 +68,6 @@ FORMS = [
 """All forms that exist."""
 
 
-@dataclass(frozen=True)
-class Status:
-    """A status beat, by the names of its words."""
-
-    words: tuple[int, ...]
-
-    @property
-    def errors(self) -> int:
-        return self.named["errors"]
-
-    @property
-    def named(self) -> dict[str, int]:
-        return dict(zip(STATUS_WORDS, self.words, strict=True))
-
-    @property
-    def checksums(self) -> tuple[int, ...]:
-        return self.words[4:]
-
-
 @dataclass
 class Tasklet:
     """Buffers as a card's memory holds them, poisoned where nothing was put.
@@ -120,15 +99,15 @@ class Tasklet:
         bits = [struct.unpack("<I", struct.pack("<f", value))[0] for value in rule]
         return [self.numel, first, last, self.form.gradient_word, int(self.form.parameter.value), int(active), *bits]
 
-    def run_words(self, simulation: Simulation, words: list[int]) -> Status:
-        """Run the kernel with these scalars, and assert that nothing goes wrong in the simulation."""
+    def run_words(self, simulation: Simulation, words: list[int]) -> dict[str, int]:
+        """Run the kernel with these scalars; assert that nothing goes wrong in the simulation. Return the status."""
         buffers = [self.gradient, *self.arrays, self.parameter, self.status]
         assert simulation.run(self.kernel, buffers, words) == ""
-        return Status(tuple(int(word) for word in self.status.view(np.uint32)))
+        return dict(zip(STATUS_WORDS, map(int, self.status.view(np.uint32)), strict=True))
 
     def run(
         self, simulation: Simulation, first: int = 0, last: int | None = None, *, active: bool = True, step: Any = None
-    ) -> Status:
+    ) -> dict[str, int]:
         """Update the elements [first, last), and check every bit that the run wrote and that it wrote no other."""
         last = self.numel if last is None else last
         before = [memory.copy() for memory in (self.gradient, *self.arrays, self.parameter)]
@@ -138,7 +117,7 @@ class Tasklet:
             same_numbers(array.view(np.float32), wanted)
         np.testing.assert_array_equal(self.gradient, before[0])
         self._check_parameter(before[-1], expected[0], first, last)
-        assert status.named == {
+        assert status == {
             "magic": STATUS_MAGIC,
             "version_and_kernel": INTERFACE_VERSION | self.kernel.number << 16,
             "count": last - first,
@@ -189,14 +168,14 @@ class Tasklet:
 def make_tasklet(step: Any, numel: int, form: Form, *, seed: int = 0, special: bool = False) -> Tasklet:
     """Return a tasklet of random values, see :func:`tests.helpers.golden.random_arrays`."""
     values, *state = random_arrays(step, numel, seed, special=special)
-    arrays = [_stored(array, rounded_up(numel, PADDING)) for array in state]
+    arrays = [stored_in(array, rounded_up(numel, PADDING)) for array in state]
     parameter = aligned(rounded_up(numel, GROUP) * item_bytes(form.parameter))
     if form.block_scaled:
         codes = _random_codes(numel, seed) if special else block_scaled_codes(values)
         return _compressed(step, form, codes.payload(), codes.values, arrays, parameter)
     if form.ratio is None:
         encoded = encode(values, form.gradient)
-        gradient = _stored(encoded, rounded_up(numel, GROUP))
+        gradient = stored_in(encoded, rounded_up(numel, GROUP))
         return Tasklet(step, numel, form, decode(encoded, form.gradient), gradient, arrays, parameter)
     payload = compress(values, form.ratio, form.gradient)
     return _compressed(step, form, payload, expand(payload.tobytes()), arrays, parameter)
@@ -206,7 +185,7 @@ def _compressed(
     step: Any, form: Form, payload: Payload, dense: Floats, arrays: list[Buffer], parameter: Buffer
 ) -> Tasklet:
     content = np.frombuffer(payload.tobytes(), np.uint8)
-    return Tasklet(step, dense.size, form, dense, _stored(content, content.size), arrays, parameter, payload)
+    return Tasklet(step, dense.size, form, dense, stored_in(content, content.size), arrays, parameter, payload)
 
 
 def _random_codes(numel: int, seed: int) -> Codes:
@@ -238,7 +217,8 @@ def same_numbers(found: Floats, expected: Floats) -> None:
     assert_same_bits(np.ascontiguousarray(found), expected)
 
 
-def _stored(values: Bits, capacity: int) -> Buffer:
+def stored_in(values: Bits, capacity: int) -> Buffer:
+    """Return memory for so many values that holds these and poison behind them."""
     memory = aligned(capacity * values.itemsize)
     memory[: values.nbytes] = values.view(np.uint8)
     return memory

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from hls.description import ERROR_BITS
+from tests.helpers.compressed import BLOCK
 from tests.helpers.golden import STEPS, STEPS_OF_RULES
-from tests.helpers.payload import BLOCK
 from tests.helpers.waiting import BUILD_TEST_LIMIT, PROCESS_LIMIT
 from tests.hls.simulation import LIBRARIES, PROGRAMS, ROOT, Library, Program, Simulation, built
 from tests.hls.tasklet import FORMS, Form, make_tasklet
-from tests.xrt.builds import compiled
 
 pytestmark = pytest.mark.timeout(BUILD_TEST_LIMIT)
 
@@ -60,7 +57,7 @@ def test_bad_payloads(simulation: Simulation) -> None:
     for form, byte, error in (*sparse, *scaled):
         tasklet = make_tasklet(STEPS["sgd"], 1_000, form)
         tasklet.gradient[byte] ^= 0x80
-        assert tasklet.run_words(simulation, tasklet.words(0, 1_000)).errors == error
+        assert tasklet.run_words(simulation, tasklet.words(0, 1_000))["errors"] == error
 
 
 def test_the_standard() -> None:
@@ -68,64 +65,3 @@ def test_the_standard() -> None:
     subprocess.run(
         ["make", "-C", str(ROOT / "hls"), "standard"], check=True, capture_output=True, timeout=PROCESS_LIMIT
     )
-
-
-# ---- streams
-
-
-def test_a_stream_at_the_ends_of_its_chunks() -> None:
-    """A stream returns what was written and knows when it is empty, wherever its chunks end."""
-    headers = ROOT / "hls/sim/include"
-    source = Path(__file__).with_name("stream_ends.cpp")
-    program = compiled(source, "-std=c++14", f"-I{headers}", inputs=sorted(headers.iterdir()))
-    completed = subprocess.run([program], capture_output=True, text=True, check=True, timeout=PROCESS_LIMIT)
-    assert completed.stdout == "all read\n"
-
-
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """The threaded simulation of a kernel with two streams too shallow, and one that nobody reads."""
-    folder = shutil.copytree(ROOT / "hls", tmp_path_factory.mktemp("broken") / "hls")
-    (folder.parent / "lightning_smartinfinity").symlink_to(ROOT / "lightning_smartinfinity")
-    _replace(folder / "sources.py", '("indices", "Words, 2 * kIndexBurst", 32)', '("indices", "Words, 4", 4)')
-    _replace(
-        folder / "sources.py", '("counts", "std::uint32_t, kMostBlocks", 8192)', '("counts", "std::uint32_t, 4", 4)'
-    )
-    _replace(folder / "include" / "arrays.hpp", "? order.num_blocks : 0;", "? 0u : 0u;")
-    make = ["make", "-C", str(folder), f"BUILD={folder}", f"{folder}/threaded.so"]
-    subprocess.run(make, check=True, capture_output=True, timeout=PROCESS_LIMIT)
-    return Library(folder / "threaded.so")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("numel", "waiting"),
-    [
-        (BLOCK, ["read_gradient(gradient) waits to write indices", "decode_gradient(values) waits to read values"]),
-        (5 * BLOCK, ["read_gradient(gradient) waits to write counts", "write_status(status) waits to read runs_9"]),
-    ],
-    ids=["indices", "counts"],
-)
-def test_a_stream_too_shallow(broken: Library, numel: int, waiting: list[str]) -> None:
-    """The message names the processes that wait for each other, with the streams that they wait for."""
-    message = _message(broken, numel)
-    assert message.startswith("deadlock: ")
-    assert set(waiting) <= set(message.removeprefix("deadlock: ").split("; "))
-
-
-@pytest.mark.long
-def test_a_stream_not_read(broken: Library) -> None:
-    """The message names a stream that is not empty when the kernel has ended."""
-    assert _message(broken, 500) == "not read to the end: findings"
-
-
-def _message(simulation: Simulation, numel: int) -> str:
-    tasklet = make_tasklet(STEPS["sgd"], numel, SPARSE)
-    buffers = [tasklet.gradient, *tasklet.arrays, tasklet.parameter, tasklet.status]
-    return simulation.run(tasklet.kernel, buffers, tasklet.words(0, numel))
-
-
-def _replace(file: Path, old: str, new: str) -> None:
-    text = file.read_text()
-    assert text.count(old) == 1
-    file.write_text(text.replace(old, new))

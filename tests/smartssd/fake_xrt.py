@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from tests.xrt.builds import compiled
+from tests.native.builds import built_once
 
 __all__ = ["FakeXrt", "build", "without"]
 
@@ -14,7 +14,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 def build() -> Path:
     """Return the library, which is compiled if there is none yet."""
-    return compiled(SOURCE, "-std=c++20", "-shared", "-fPIC")
+    return built_once("libfake_xrt.so", SOURCE)
 
 
 def without(library: Path, entry: str, folder: Path) -> Path:

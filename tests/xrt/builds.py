@@ -7,8 +7,7 @@ each other.
 from __future__ import annotations
 
 import fcntl
-import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tests.helpers.xrt import LIBRARIES
 from tests.native.builds import ROOT, run
 from tests.xrt.probe import PROBE_DESIGN
 
-__all__ = ["EmulatorBuild", "build", "compiled", "locked"]
+__all__ = ["EmulatorBuild", "build", "locked"]
 
 _DRIVER = "libsmart_infinity_card.so.2"
 
@@ -96,24 +95,6 @@ def _write(file: Path, content: bytes) -> None:
         temporary = file.with_suffix(".new")
         temporary.write_bytes(content)
         temporary.replace(file)
-
-
-def compiled(source: Path, *flags: str | Path, inputs: Iterable[Path] = ()) -> Path:
-    """Return what g++ makes of a source. It is in ``build/`` and is made again if something of it changed.
-
-    Args:
-        source: C++ source.
-        *flags: Flags of g++.
-        inputs: What the source includes.
-    """
-    state = hashlib.sha256(repr(flags).encode() + b"".join(path.read_bytes() for path in (source, *inputs)))
-    made = ROOT / "build" / source.stem / state.hexdigest()[:16]
-    with locked(made.parent):
-        if not made.exists():
-            unfinished = made.with_suffix(".unfinished")
-            run("g++", *flags, source, "-o", unfinished)
-            unfinished.rename(made)
-    return made
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.hls.simulation import Buffer, Simulation, aligned
-from tests.hls.tasklet import GROUP, PADDING, Form, Tasklet, item_bytes, rounded_up
+from tests.hls.tasklet import GROUP, PADDING, Form, Tasklet, item_bytes, rounded_up, stored_in
 from tests.native.stored import Array, Run, StoredState
 
 __all__ = ["SimulatedState"]
@@ -47,7 +47,7 @@ class SimulatedState:
                 first, last = max(run.offset - offset, 0), min(run.offset + run.numel - offset, numel)
                 if first < last:
                     status = tasklet.run_words(self._simulation, tasklet.words(first, last, step=steps[run.step]))
-                    assert status.errors == 0 and status.words[2] == last - first
+                    assert status["errors"] == 0 and status["count"] == last - first
                     part = slice(offset + first, offset + last)
                     parameter[part] = memory.view(parameter.dtype)[first:last]
 
@@ -68,17 +68,11 @@ class SimulatedState:
     def _gradient(self, index: int, runs: Sequence[Run], payloads: Mapping[int, Array]) -> Buffer:
         """Return a tasklet's compressed gradient, or the dense one that its runs have."""
         if index in payloads:
-            return _copied(payloads[index], payloads[index].nbytes)
+            return stored_in(payloads[index], payloads[index].size)
         offset, numel = index * self._stored.tasklet_numel, self._stored.numel_of(index)
         parts = [
             run.gradient[max(offset - run.offset, 0) : max(offset + numel - run.offset, 0)][: run.numel]
             for run in runs
             if run.gradient is not None
         ]
-        return _copied(np.concatenate(parts), rounded_up(numel, GROUP) * item_bytes(self._form.gradient))
-
-
-def _copied(values: Array, capacity: int) -> Buffer:
-    memory = aligned(capacity)
-    memory[: values.nbytes] = values.view(np.uint8)
-    return memory
+        return stored_in(np.concatenate(parts), rounded_up(numel, GROUP))
