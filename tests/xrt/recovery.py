@@ -10,16 +10,27 @@ from tests.helpers.waiting import await_that
 from tests.native.stored import Array, Run
 from tests.xrt.card_state import CardState
 
-__all__ = ["ARRAYS", "NUMEL", "STEP", "TASKLET", "fail", "make_good", "runs_of", "succeed", "wait_until_returned"]
+__all__ = [
+    "ARRAYS",
+    "GRADIENT",
+    "NUMEL",
+    "STEP",
+    "TASKLET",
+    "fail",
+    "make_good",
+    "runs_of",
+    "succeed",
+    "wait_until_returned",
+]
 
 STEP = STEPS["adamw"]
 NUMEL, TASKLET = 4 * 1_000 + 5, 1_000
-_GRADIENT, *ARRAYS = random_arrays(STEP, NUMEL, 11, special=False)
+GRADIENT, *ARRAYS = random_arrays(STEP, NUMEL, 11, special=False)
 
 
 def runs_of(parameter: Array) -> list[Run]:
     """Return one run over the whole partition, into these parameters."""
-    return [Run(0, NUMEL, 0, _GRADIENT, parameter=parameter)]
+    return [Run(0, NUMEL, 0, GRADIENT, parameter=parameter)]
 
 
 def fail(state: CardState, kind: str = "device") -> tuple[Failure, Array]:

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import errno
 import re
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hls.description import ERROR_BITS, INTERFACE_VERSION, KERNELS, STATUS_WORDS
+from lightning_smartinfinity.native import DType
+from tests.helpers.compressed import compress
 from tests.helpers.runif import RunIf
-from tests.helpers.waiting import join, lenient
+from tests.helpers.waiting import lenient
+from tests.native.stored import Run
 from tests.xrt.card_state import CardCase, bound, card_state
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.recovery import ARRAYS, NUMEL, STEP, TASKLET, fail, make_good, runs_of, succeed, wait_until_returned
+from tests.xrt.recovery import ARRAYS, GRADIENT, NUMEL, STEP, TASKLET, fail, make_good, succeed, wait_until_returned
 
 pytestmark = RunIf(xrt=True)
 
+ADAMW = KERNELS[0]
 STATUS, PARAMETER = 8, 7  # pointers of adamw_update, in the order of its arguments
 
 # Kind of fault, where it is, and what is told.
 KINDS = {
     "error": ("error", {}, r"ended with ERROR \(5\)"),
     "abort": ("abort", {}, r"ended with ABORT \(6\)"),
-    "status": ("corrupt", {"pointer": STATUS, "bit": 1}, "there is no status of a kernel"),
-    "count": ("corrupt", {"pointer": STATUS, "bit": 2 * 32}, r"the kernel updated \d+ elements, expected \d+"),
     "parameter": (
         "corrupt",
         {"pointer": PARAMETER, "bit": 77},
@@ -59,54 +61,56 @@ def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, ki
         succeed(state)
 
 
-def test_what_is_done_stays(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """The tasklets before the one that failed count as finished."""
-    case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1)
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
+# Word of the status, a bit of it that is wrong, and what is told.
+WORDS = [
+    ("magic", 6, "there is no status of a kernel"),
+    ("version_and_kernel", 6, rf"interface is version {INTERFACE_VERSION ^ 64}, expected {INTERFACE_VERSION}$"),
+    # The kernel's number is the upper half of this word.
+    ("version_and_kernel", 22, f"kernel {ADAMW.number ^ 64} answered, expected {ADAMW.number}, adamw_update"),
+    ("count", 6, rf"the kernel updated {NUMEL ^ 64} elements, expected {NUMEL}"),
+    *(
+        ("errors", ERROR_BITS[error].bit_length() - 1, rf"\({ERROR_BITS[error]}: {words}\)")
+        for error, words in (
+            ("bad_index", "an index is out of range or order"),
+            ("bad_header", "the payload's header is wrong"),
+            ("bad_range", "the range of elements is wrong"),
+            ("unknown_form", "the form is unknown"),
+            ("wrong_counts", "the counts do not give the header's sum"),
+            ("bad_code", "an exponent or a code is none"),
+        )
+    ),
+    ("errors", 6, r"reports errors \(64\)"),
+    ("gradient_read", 6, "the gradient arrived with another checksum"),
+    ("indices_read", 6, "the gradient's indices or exponents arrived with another checksum"),
+    ("header_read", 6, "the gradient's header or counts arrived with another checksum"),
+    *((f"array{number}_read", 6, f"array {number} arrived with another checksum") for number in range(3)),
+    *((f"array{number}_written", 6, "") for number in range(3)),
+    ("array3_read", 6, "the kernel has an array 3"),
+    ("array3_written", 6, "the kernel has an array 3"),
+    ("parameter_written", 6, "the parameters arrived with another checksum"),
+]
+
+
+def test_the_table_has_every_word() -> None:
+    assert {word for word, _, _ in WORDS} == {*STATUS_WORDS}
+
+
+@pytest.mark.parametrize(("word", "bit", "told"), WORDS)
+def test_words_of_the_status(tmp_path: Path, emulated_cards: EmulatedCards, word: str, bit: int, told: str) -> None:
+    """Each word of the status is checked and explained. The next read checks checksums of arrays that were written."""
+    payload = compress(GRADIENT, 0.1, DType.FLOAT32).tobytes()
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL) as state:
         state.write(*ARRAYS)
-        emulated_cards.inject("error", skipped=3)
-        failure, parameter = fail(state)
-        assert failure.tasklet == 3 and state.pipeline.finished() == [0, 1, 2]
-        make_good(state, parameter)
-
-
-def test_stopping_waits_for_what_runs(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Stopping returns when the run that hangs has ended."""
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
-        state.write(*ARRAYS)
-        emulated_cards.inject("hang", skipped=1)
-        parameter = np.zeros(NUMEL, np.float32)  # the card may write it until the end
-        state.submit(runs_of(parameter), [STEP])
-        emulated_cards.wait_for("run-hung")
-        completed: list[int] = []
-
-        def stop() -> None:
-            state.pipeline.stop()
-            completed.append(emulated_cards.counter("runs_completed"))
-
-        stopping = threading.Thread(target=stop)
-        stopping.start()
-        before = emulated_cards.counter("runs_completed")
-        assert not completed
-        emulated_cards.release()
-        join(stopping)
-        assert completed[0] > before and not state.pipeline.busy
-        succeed(state)
-
-
-def test_stopping_with_an_abandoned_run(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Stopping does not wait for a hung run. With one run at a time no other is given up on a busy machine."""
-    case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=round(1000 * lenient()))
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
-        state.write(*ARRAYS)
-        emulated_cards.inject("hang")
-        parameter = np.zeros(NUMEL, np.float32)  # the card may write it until the end
-        state.submit(runs_of(parameter), [STEP])
-        emulated_cards.wait_for("run-hung")
-        state.pipeline.stop()
-        assert state.pipeline.busy
-        emulated_cards.release()
-        wait_until_returned(state)
+        state.stored.payloads = {0: np.frombuffer(payload, np.uint8).copy()}
+        emulated_cards.inject("corrupt", pointer=STATUS, bit=32 * STATUS_WORDS.index(word) + bit)
+        runs = [Run(0, NUMEL, 0, parameter=np.zeros(NUMEL, np.float32))]
+        failure = state.update(runs, [STEP])
+        if not told:
+            assert failure is None
+            failure = state.update(runs, [STEP])
+            told = f"array {word[5]} arrived with another checksum than it was written with"
+        assert failure is not None and failure.kind == "device"
+        assert re.search(told, failure.message), failure.message
 
 
 def test_another_generation(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
