@@ -1,10 +1,8 @@
-"""Tests who may go on under a transfer handler when a card's reads, writes or syncs do not return."""
+"""Tests who may go on under a transfer handler when a card's writes do not return."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from lightning_smartinfinity.devices.smartssd import unreturned
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
 from lightning_smartinfinity.storage import recover_store
 from tests.helpers.card_runs import beside_host, cards, pipelines
-from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
 from tests.pipeline.harness import Case, Run, assert_equal, running
@@ -24,12 +21,6 @@ from tests.xrt.fixtures import Holder
 pytestmark = RunIf(xrt=True)
 
 CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)))
-HELD: dict[str, dict[str, Any]] = {
-    "read": {"read_at": 0},
-    "trailer": {"read_at": 1},
-    "gradient down": {"write_at": 0, "gradients": True},
-    "gradient up": {"read_at": 0, "gradients": True},
-}
 
 
 @pytest.fixture
@@ -42,40 +33,6 @@ def deadline() -> float:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give an SSD no further time to recover."""
     monkeypatch.setattr(worker_module, "_RECOVERY", 0.0)
-
-
-@pytest.mark.parametrize("kind", long_but(["run", "gradient up"], ["run", "sync", *HELD]))
-def test_the_host_takes_over(
-    tmp_path: Path,
-    emulated_cards: EmulatedCards,
-    deadline: float,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
-    hold: Holder,
-) -> None:
-    """Until a late run or request returns, the card gets no work; every bit is the host's, also after its return.
-
-    The log says so once.
-    """
-    settings = {"timeout": deadline, "gradient_route": "storage" if "gradient" in kind else "host"}
-    with beside_host(tmp_path, CASE, emulated_cards.build.xclbin, **settings) as (run, host):
-        run.step(0)
-        held = hold(pipelines(run)[0], **HELD[kind]) if kind in HELD else emulated_cards
-        if held is emulated_cards:
-            emulated_cards.inject("hang" if kind == "run" else "stall")
-        run.step(1)
-        begun = emulated_cards.counter("runs_begun")
-        run.steps([2, 3])
-        assert pipelines(run)[0].busy and emulated_cards.counter("runs_begun") == begun
-        held.release()
-        await_that(lambda: not pipelines(run)[0].busy)
-        with caplog.at_level(logging.WARNING):
-            run.step(4)
-        assert emulated_cards.counter("runs_begun") > begun
-        host.steps(range(5))
-    assert f"did not return within {1000 * deadline:.0f} ms. The host updates its" in caplog.text
-    assert caplog.text.count("is not used until all that was asked of it returns") == 1
-    assert caplog.text.count("is used again") == 1
 
 
 @pytest.mark.usefixtures("hasty")

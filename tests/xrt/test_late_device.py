@@ -30,118 +30,83 @@ MOST_STEPS = 3 * NUM_FAILURES  # a machine under load may be late with something
 CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((3_000, 0, 0, 0), (2_000, 3, 1, 0), (2_500, 0, 0, 1)))
 SHORT = 0.01
 ROUTES = ("host", "storage")
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give up no card for several failures in a row."""
-    monkeypatch.setattr(worker_module, "_MOST_FAILURES", 10 * MOST_STEPS)
+KINDS = ("sync", "read", "write that an SSD recovers", "write")
 
 
 def await_cards(run: Run) -> None:
     await_that(lambda: not any(pipeline.busy for pipeline in pipelines(run)))
 
 
-class Late:
-    """One request in each step, of a kind, that does not return before it is released."""
+def begin(kind: str, run: Run, emulated_cards: EmulatedCards, choose: random.Random) -> Callable[[], bool]:
+    """Prepare a late request; return the function that lets it return, and returns whether there was one."""
+    card = choose.randrange(2)
+    if kind == "sync":
+        before = len(emulated_cards.events("sync-stalled"))
+        emulated_cards.inject("stall", card=card, skipped=choose.randrange(3))
 
-    def __init__(self, kind: str, cards: EmulatedCards) -> None:
-        self.kind, self.cards, self.choose = kind, cards, random.Random(0)
+        def release() -> bool:
+            emulated_cards.release()
+            return len(emulated_cards.events("sync-stalled")) > before
 
-    def begin(self, run: Run) -> None:
-        """Prepare a late request before the step begins."""
-        self._before = len(self.cards.events("sync-stalled"))
-        card = self.choose.randrange(2)
-        if self.kind == "sync":
-            self.cards.inject("stall", card=card, skipped=self.choose.randrange(3))
-        else:
-            where = {f"{self.kind}_at": self.choose.randrange(2)}  # of state or of a trailer
-            self._hold = Hold(pipelines(run)[card], **where)
+        return release
+    hold = Hold(pipelines(run)[card], **{f"{kind.split()[0]}_at": choose.randrange(2)})  # of state or of a trailer
 
-    def end(self) -> bool:
-        """Let the late request return, and return whether there was one."""
-        if self.kind == "sync":
-            self.cards.release()
-            return len(self.cards.events("sync-stalled")) > self._before
-        held = self._hold.count
-        self._hold.release()
+    def release_hold() -> bool:
+        held = hold.count
+        hold.release()
         return held == 1
 
-
-Fail = Callable[[str, Callable[[Run, int, Late], bool]], None]
-
-
-@pytest.fixture
-def fail(request: pytest.FixtureRequest, tmp_path: Path, emulated_cards: EmulatedCards) -> Fail:
-    """Return a function that runs steps until many requests of a kind were late, and compares with the host."""
-    most = NUM_FAILURES if request.config.getoption("long") else 20
-    settings = {"timeout": lenient(SHORT, pauses=5), "gradient_route": request.param}
-
-    def until_done(kind: str, work: Callable[[Run, int, Late], bool]) -> None:
-        late, num_failures = Late(kind, emulated_cards), 0
-        with beside_host(tmp_path, CASE, emulated_cards.build.xclbin, **settings) as (run, host):
-            for step in range(MOST_STEPS):
-                await_cards(run)
-                late.begin(run)
-                num_failures += work(run, step, late)
-                host.step(step)
-                if num_failures == most:
-                    break
-            await_cards(run)
-        assert num_failures == most
-
-    return until_done
+    return release_hold
 
 
 @pytest.mark.parametrize(
-    ("fail", "kind"),
-    long_but([("storage", "read")], itertools.product(ROUTES, ["sync", "read"])),
-    indirect=["fail"],
+    ("route", "kind"),
+    long_but(
+        [("storage", "read"), ("storage", "write that an SSD recovers"), ("host", "write")],
+        itertools.product(ROUTES, KINDS),
+    ),
 )
-def test_many_that_the_host_takes_over(fail: Fail, kind: str) -> None:
-    """The host takes over for a late sync or read, and the card works again once the request has returned."""
+def test_many_late_requests(
+    tmp_path: Path,
+    emulated_cards: EmulatedCards,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    route: str,
+    kind: str,
+) -> None:
+    """The host takes over for a late sync or read, and for a late write that returns while it is waited for.
 
-    def work(run: Run, step: int, late: Late) -> bool:
-        run.step(step)
-        return late.end()
-
-    fail(kind, work)
-
-
-@pytest.mark.parametrize("fail", long_but(["storage"], ROUTES), indirect=True)
-def test_many_writes_that_an_ssd_recovers(fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each late write is waited for; then the host takes over."""
-
-    def work(run: Run, step: int, late: Late) -> bool:
-        returned = []
-        with monkeypatch.context() as patched:
-            patched.setattr(worker_module.time, "sleep", lambda _: returned.append(late.end()))
-            run.step(step)
-        late.end()
-        return any(returned)
-
-    fail("write", work)
-
-
-@pytest.mark.parametrize("fail", long_but(["host"], ROUTES), indirect=True)
-def test_many_writes_that_do_not_return(fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each late write ends its step, which is rolled back and redone once the write has returned."""
-    monkeypatch.setattr(worker_module, "_RECOVERY", 0.0)
-
-    def work(run: Run, step: int, late: Late) -> bool:
-        happened = False
-        for _ in range(MOST_STEPS):
-            try:
-                run.step(step)
+    Another late write ends its step, which is rolled back and redone. The card works again afterwards.
+    """
+    monkeypatch.setattr(worker_module, "_MOST_FAILURES", 10 * MOST_STEPS)
+    if kind == "write":
+        monkeypatch.setattr(worker_module, "_RECOVERY", 0.0)
+    most, num_failures = NUM_FAILURES if request.config.getoption("long") else 20, 0
+    settings, choose = {"timeout": lenient(SHORT, pauses=5), "gradient_route": route}, random.Random(0)
+    with beside_host(tmp_path, CASE, emulated_cards.build.xclbin, **settings) as (run, host):
+        for step in range(MOST_STEPS):
+            await_cards(run)
+            release, late = begin(kind, run, emulated_cards, choose), list[bool]()
+            with monkeypatch.context() as patched:
+                if kind == "write that an SSD recovers":
+                    patched.setattr(
+                        worker_module.time, "sleep", lambda _, late=late, release=release: late.append(release())
+                    )
+                while run.handler.generation == step:
+                    try:
+                        run.step(step)
+                    except DeviceError:
+                        assert kind == "write"
+                        run.handler.roll_back()
+                        late.append(release())
+                        await_cards(run)
+            late.append(release() and "write" not in kind)
+            num_failures += any(late)
+            host.step(step)
+            if num_failures == most:
                 break
-            except DeviceError:
-                run.handler.roll_back()
-                happened |= late.end()
-                await_cards(run)
-        late.end()
-        return happened
-
-    fail("write", work)
+        await_cards(run)
+    assert num_failures == most
 
 
 @pytest.mark.long
