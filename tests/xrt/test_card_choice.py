@@ -19,8 +19,7 @@ import pytest
 from hls.description import design_for
 from hls.xclbin import xclbin
 from lightning_smartinfinity import ConfigError, DeviceError, SmartInfinityError, SmartSSDConfig, TransferConfig
-from lightning_smartinfinity.devices.smartssd import CardSetup, System, find_cards, self_test
-from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
+from lightning_smartinfinity.devices.smartssd import CardSetup, find_cards
 from lightning_smartinfinity.settings import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
 from lightning_smartinfinity.zero3.ranks import collectives
@@ -101,10 +100,7 @@ def test_an_xclbin_with_the_kernel_of_rmsprop_alone(choose: Choosing, emulated_c
     path = choose.folder / "rmsprop.xclbin"
     path.write_bytes(xclbin(design_for("rmsprop")))
     emulated_cards.reset(count=12)
-    settings, folders = SmartSSDConfig(xclbin=path, devices=[10, 11]), choose.settings("auto").storage
-    kernels = [kernel for kernel in KERNELS if kernel.name == "rmsprop_update"]
-    self_test(find_cards(folders, settings, System()), folders, kernels)
-    chosen = choose(optimizer="RMSprop", smartssd=settings)
+    chosen = choose(optimizer="RMSprop", smartssd=SmartSSDConfig(xclbin=path, devices=[10, 11]))
     assert chosen is not None and chosen.xclbin.kernels == ("rmsprop_update",)
     case = Case(num_devices=2, **OPTIMIZERS["rmsprop"])
     with beside_host(choose.folder, case, path, first=10) as runs:
@@ -148,17 +144,15 @@ def unknown_memory(choose: Choosing, cards: EmulatedCards, monkeypatch: pytest.M
     return {}
 
 
-def no_p2p(choose: Choosing, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    cards.set("p2p", 0)
+def broken(choose: Choosing, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Let the search fail by an error of any kind, which becomes this rank's report: the others wait for one."""
+    monkeypatch.setattr(update_device, "find_cards", mock.Mock(side_effect=ValueError("no such thing")))
     return {}
 
 
-def variable(named: str) -> Prepare:
-    def prepare(choose: Choosing, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-        monkeypatch.setenv(XCLBIN_VARIABLE, named)
-        return {"smartssd": None}
-
-    return prepare
+def no_p2p(choose: Choosing, cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    cards.set("p2p", 0)
+    return {}
 
 
 REFUSED: dict[str, tuple[Prepare, type[SmartInfinityError], str]] = {
@@ -169,8 +163,8 @@ REFUSED: dict[str, tuple[Prepare, type[SmartInfinityError], str]] = {
         DeviceError,
         "has no kernel adamw_update; it has probe.*make -C hls xclbin OPTIMIZER=adamw",
     ),
-    "no home": (variable("~nosuch/x"), ConfigError, "~nosuch/x"),
-    "no file": (variable("/not/there"), ConfigError, "/not/there"),
+    "no file": (lambda *_: {"smartssd": SmartSSDConfig(xclbin="/not/there")}, ConfigError, "/not/there"),
+    "an error of our own": (broken, DeviceError, r"could not be set up: ValueError\('no such thing'\)"),
     # A card cannot see state in the page cache.
     "buffered": (lambda *_: {"transfer": TransferConfig(direct_io="off")}, ConfigError, "page cache"),
     "plain I/O": (lambda *_: {"transfer": TransferConfig(io_engine="plain")}, ConfigError, "page cache"),
@@ -246,15 +240,6 @@ def test_memory_for_the_types_of_gradients_and_parameters(
     assert choose(transfer=transfer, **settings) is None
 
 
-def test_memory_that_cannot_be_tried(
-    choose: Choosing, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error of any kind becomes this rank's report, because the others wait for one."""
-    monkeypatch.setattr(update_device, "require_memory", mock.Mock(side_effect=ValueError("no such thing")))
-    assert choose() is None
-    assert "could not be set up: ValueError('no such thing')" in caplog.text
-
-
 @pytest.mark.parametrize(("optimizer", "largest"), [("Adam", 12 << 29), ("SGD", 8 << 29)])
 def test_tasklets_that_no_kernel_works(choose: Choosing, optimizer: str, largest: int) -> None:
     """Tasklets that are too large are refused before anything is written; the error gives the largest size."""
@@ -264,45 +249,25 @@ def test_tasklets_that_no_kernel_works(choose: Choosing, optimizer: str, largest
     assert choose("smartssd", optimizer=optimizer, transfer=TransferConfig(tasklet_bytes=largest)) is not None
 
 
-CARD, OTHER_CARD = "0000:42:00.1", "0000:43:00.1"
-
-
-def reports(*builds: str, machine: str = "one", card: str = CARD) -> list[update_device._Report]:
-    return [update_device._Report(machine, "host", 1, (card,), build, None) for build in builds]
-
-
-def test_ranks_on_one_card() -> None:
-    """Ranks on one card share its memory evenly and have to load one xclbin; other cards may have another."""
-    assert update_device._sharers(reports("x", "x", "x")) == 3
-    assert update_device._sharers([*reports("x", "x"), *reports("y", machine="two")]) == 2
-    assert update_device._disagreement([*reports("x", "x"), *reports("y", machine="two")]) is None
-    assert update_device._disagreement([*reports("x", "x"), *reports("y", card=OTHER_CARD)]) is None
-    error = update_device._disagreement([*reports("x", "y"), *reports("z", card=OTHER_CARD)])
-    assert isinstance(error, ConfigError) and f"same card {CARD}: x, y." in error.problem
-
-
 @pytest.mark.parametrize("wanted", ["auto", "smartssd"])
-def test_another_rank_on_the_same_cards(choose: Choosing, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
-    """Each rank takes half of the cards' memory, or all if the other one is on another machine or other cards."""
-    shares = []
-    for changes in ({}, {"machine": "another", "build": "1"}, {"cards": ("7", "8")}, {"cards": ("1", "2")}):
-        beside(monkeypatch, another(**changes), lambda value, group: [value, value])
-        chosen = choose(wanted)
-        assert chosen is not None
-        shares.append(chosen.sharers)
-    assert shares == [2, 1, 1, 2]
-
-
-def test_one_rank_tests_a_card_that_several_share(
-    choose: Choosing, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+def test_another_rank(
+    choose: Choosing, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
-    """Only the lowest rank that has a card tests it."""
-    runs = []
-    for changes in ({}, {"process": 0}, {"process": 0, "cards": ("1",)}, {"process": 0, "machine": "another"}):
+    """Each rank takes half of the cards' memory, or all if the other one is on another machine or other cards.
+
+    Only the lowest rank that has a card tests it.
+    """
+    for changes, sharers, tested in (
+        ({}, 2, [True, True]),
+        ({"process": 0}, 2, [False, False]),
+        ({"process": 0, "cards": ("1", "2")}, 2, [True, False]),
+        ({"process": 0, "cards": ("7", "8")}, 1, [True, True]),
+        ({"process": 0, "machine": "another", "build": "1"}, 1, [True, True]),
+    ):
         beside(
             monkeypatch, lambda value, group, of=changes: [value._replace(**of), value], lambda value, group: [value]
         )
         emulated_cards.reset()
-        assert choose("smartssd") is not None
-        runs.append([emulated_cards.counter("runs_completed", card) > 0 for card in range(2)])
-    assert runs == [[True, True], [False, False], [True, False], [True, True]]
+        chosen = choose(wanted)
+        assert chosen is not None and chosen.sharers == sharers
+        assert [emulated_cards.counter("runs_completed", card) > 0 for card in range(2)] == tested
