@@ -129,6 +129,8 @@ def test_pairs(
         (smartssds(2), (ONE, TWO), [0, 7], r"0: 0000:42:00\.1"),
         (smartssds(2), (ONE, TWO), [0], "1 cards for 2"),
         (emulation, ("/a",), ["0000:42:00.1"], "numbers alone"),
+        (emulation, ("/a",), ["²"], "numbers alone"),
+        (emulation, ("/a",), ["9" * 5000], "numbers alone"),
         (emulation, ("/a", "/b"), [1, 1], "share one card"),
     ],
 )

@@ -13,7 +13,6 @@ from hls.description import SMARTSSD
 from hls.xclbin import xclbin
 from lightning_smartinfinity import DeviceError, SmartSSDConfig, StorageError
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.cli.smartssd.selftest import show
 from lightning_smartinfinity.devices.smartssd import examination, opening
 from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
 from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime
@@ -77,24 +76,15 @@ def test_pairs_that_cannot_be_worked(machine: Machine, monkeypatch: pytest.Monke
 
 
 def test_no_card(machine: Machine) -> None:
-    """The finding tells whether XRT's driver is loaded, and advises to load it only if it is not.
-
-    A card without its driver is reported as present but unusable.
-    """
+    """The finding advises to load XRT's driver only if it is not loaded; a card without it is there, but unusable."""
     found = findings(machine)["cards", "found"]
-    assert (found.ok, found.value) == (False, "none: XRT's driver xocl is not loaded")
-    assert "modprobe xocl" in found.remedy and "lspci" in found.remedy
+    assert found.value == "none: XRT's driver xocl is not loaded" and "modprobe xocl" in found.remedy
     (machine.sysfs / "bus/pci/drivers/xocl").mkdir(parents=True)
-    all_found = findings(machine)
-    found = all_found["cards", "found"]
-    assert (found.ok, found.value) == (False, "none: XRT's driver xocl holds no card")
-    assert all_found["cards", "xocl version"].value == "not told"
-    assert "modprobe" not in found.remedy and "lspci" in found.remedy
+    found = findings(machine)["cards", "found"]
+    assert found.value == "none: XRT's driver xocl holds no card" and "modprobe" not in found.remedy
     machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", driver=False)
     all_found = findings(machine)
-    driver = all_found["cards", "driver"]
-    assert "0000:01:00.1" in driver.value and "modprobe xocl" in driver.remedy
-    assert ("cards", "found") not in all_found
+    assert "0000:01:00.1" in all_found["cards", "driver"].value and ("cards", "found") not in all_found
 
 
 @pytest.mark.parametrize("why", ["no XRT", "a closed node"])
@@ -139,16 +129,6 @@ def test_a_machine_with_nothing(
     assert all(one["remedy"] for one in content["findings"] if one["ok"] is False)
 
 
-def test_settings_that_contradict_what_is_there(machine: Machine) -> None:
-    """An unavailable binding is a failed finding, and the checks that need it are left out."""
-    smartssd(machine, 0, mounted=str(machine.root))
-    settings = SmartSSDConfig(xclbin=machine.root / "kernels.xclbin", binding="pyxrt")
-    found = {(one.subject, one.name): one for one in examine([machine.root], settings, machine.system())}
-    assert found["XRT", "called by"].ok is False and "no module pyxrt" in found["XRT", "called by"].value
-    assert ("card 0000:42:00.1", "P2P at work") not in found
-    assert show(found.values(), as_json=False) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -171,14 +151,6 @@ def test_options_out_of_range(capsys: pytest.CaptureFixture[str], arguments: lis
         main(["selftest", *arguments])
     shown = capsys.readouterr().err
     assert ended.value.code == 2 and wanted in shown and len(shown) < 1000
-
-
-def test_cards_by_address_and_number(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cards can be named by address or by number, as in SmartSSDConfig."""
-    taken: list[SmartSSDConfig] = []
-    monkeypatch.setattr(examination, "examine", lambda folders, settings, system, **_: taken.append(settings) or ())
-    assert main(["selftest", "--devices", "3d:00.1", "10000:3D:00.1", "7"]) == 0
-    assert taken[0].devices == ("3d:00.1", "10000:3D:00.1", 7)
 
 
 @pytest.mark.parametrize(
