@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import os
 import re
@@ -12,20 +11,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from lightning_smartinfinity import (
-    ConfigError,
     DeviceError,
     SmartSSDConfig,
     StorageError,
     native,
 )
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.devices.smartssd import System, find_cards, self_test, unreturned
+from lightning_smartinfinity.devices.smartssd import self_test, unreturned
 from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime, require_runtime
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from tests.helpers import native_testing as testing
@@ -36,9 +33,6 @@ from tests.helpers.xrt import VERSION
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)
-
-# The package has a function of that name.
-self_test_module = importlib.import_module("lightning_smartinfinity.devices.smartssd.self_test")
 
 
 def test_cards_that_pass(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
@@ -108,23 +102,14 @@ def test_p2p_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCards,
     setup = setup_of(1, emulated_cards.build.xclbin, timeout=lenient())
     told = rf"P2P between the emulated card 0 and its SSD failed: {verb} 1048576 bytes .*within \d+ ms.*kernel log"
 
-    class HeldBuffer:
-        """A buffer of which each queue holds one request."""
+    queue_of = native.CardBuffer.queue
 
-        def __init__(self, buffer: native.CardBuffer) -> None:
-            self.address, self.nbytes, self._buffer = buffer.address, buffer.nbytes, buffer
+    def held(buffer: native.CardBuffer, *, timeout_ms: int) -> native.FileQueue:
+        queue = queue_of(buffer, timeout_ms=timeout_ms)
+        holds.append(testing.Hold(queue, **{where: 0}))
+        return queue
 
-        def queue(self, *, timeout_ms: int) -> native.FileQueue:
-            queue = self._buffer.queue(timeout_ms=timeout_ms)
-            holds.append(testing.Hold(queue, **{where: 0}))
-            return queue
-
-    through = self_test_module._through
-
-    def held(card: object, buffer: native.CardBuffer, *rest: Any, **settings: Any) -> Any:
-        return through(card, HeldBuffer(buffer), *rest, **settings)
-
-    with mock.patch.object(self_test_module, "_through", held), pytest.raises(DeviceError, match=told):
+    with mock.patch.object(native.CardBuffer, "queue", held), pytest.raises(DeviceError, match=told):
         self_test(setup, [tmp_path], KERNELS[:1])
     assert list(tmp_path.iterdir()) == []
     assert emulated_cards.counter("num_buffers") == before + 1
@@ -186,21 +171,6 @@ def test_command_on_a_card_that_fails(
     assert lines[-1].startswith("1 of ")
 
 
-@pytest.mark.usefixtures("pyxrt")
-def test_command_on_a_card_that_cannot_be_opened(
-    tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """That is one finding, whose remedy does not advise the command that is running; other cards are worked."""
-    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
-    arguments = ["selftest", "--mib", "1", "--binding", "pyxrt", "--xclbin", str(emulated_cards.build.xclbin)]
-    assert main([*arguments, *folders, "--devices", "2", "1"]) == 1
-    shown = capsys.readouterr().out
-    failed = [line for line in shown.splitlines() if line.startswith("  FAIL")]
-    assert len(failed) == 1 and re.match("  FAIL  opened +The emulated card 2: ", failed[0])
-    assert "the driver xocl" in shown and "selftest" not in shown
-    assert shown.count("one tasklet, bit for bit as on the host") == len(KERNELS)
-
-
 def test_debians_xrt_works_as_the_remedy_says(tmp_path: Path) -> None:
     """The commands after the installation let XRT find its driver, which it does not without them."""
     with pytest.raises(DeviceError) as refused:
@@ -212,17 +182,3 @@ def test_debians_xrt_works_as_the_remedy_says(tmp_path: Path) -> None:
     for script, opens in ((f"{commands} && {python}", True), (python, False)):
         ended = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True)
         assert ("opened True" in ended.stdout) == opens, ended.stderr
-
-
-def test_command_on_a_file(tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command refuses a file for a folder, as training does, and addresses of emulated cards."""
-    file = tmp_path / "file"
-    file.touch()
-    arguments = ["selftest", "--mib", "1", "--xclbin", str(emulated_cards.build.xclbin), str(file)]
-    assert main(arguments) == 1
-    assert "A file stands where a folder should be" in capsys.readouterr().out
-    assert main([*arguments, "--devices", "3d:00.1"]) == 1
-    assert "emulated cards have numbers alone" in capsys.readouterr().out
-    for name in ("²", "9" * 5000):
-        with pytest.raises(ConfigError, match="numbers alone"):
-            find_cards([tmp_path], SmartSSDConfig(xclbin=emulated_cards.build.xclbin, devices=[name]), System())
