@@ -22,13 +22,13 @@ from lightning_smartinfinity.native import (
     Operation,
     Pipeline,
     Tasklet,
+    TopK,
 )
 from lightning_smartinfinity.storage.extents import extent_bytes
 from tests.helpers.card_runs import setup_of
-from tests.helpers.compressed import block_scaled_codes
+from tests.helpers.compressed import block_scaled_codes, compress
 from tests.helpers.golden import DTYPES, STEPS, encode, random_arrays
 from tests.helpers.native_testing import sync_from_card, sync_to_card
-from tests.helpers.payload import compress
 from tests.helpers.runif import RunIf
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Array, Run
@@ -102,21 +102,6 @@ def test_neighbours_of_one_step_are_one_run(tmp_path: Path, emulated_cards: Emul
     assert emulated_cards.counter("runs_completed") == 1
     # To the card: the gradient and a cleared status; from it: the parameters and the status.
     assert (emulated_cards.counter("syncs_to"), emulated_cards.counter("syncs_from")) == (2, 2)
-
-
-def test_many_tiny_tasklets(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    numel, step = 60, STEPS["adagrad_decayed"]
-    gradient, *arrays = random_arrays(step, numel, 8, special=False)
-
-    def runs_of(parameter: Array) -> list[Run]:
-        return [Run(0, numel, 0, gradient, parameter=parameter)]
-
-    with card_state(
-        tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=1, num_buffers=5, compute_threads=3)
-    ) as state:
-        state.write(*arrays)
-        for _ in range(2):
-            update_both(state, runs_of, [step], numel)
 
 
 @pytest.mark.parametrize("route", ["host", "storage"])
@@ -258,6 +243,9 @@ def test_batches_that_a_card_cannot_work(tmp_path: Path, emulated_cards: Emulate
         state.stored.payloads = {0: np.frombuffer(compress(gradient, 0.9, DType.FLOAT32).tobytes(), np.uint8).copy()}
         with pytest.raises(ValueError, match="payload does not fit"):
             state.update([Run(0, 3_000, 0)], [step])
+        state.stored.codec = TopK(ratio=0.9)
+        with pytest.raises(ValueError, match="tasklet 0: its payload does not fit gradient_buffer_bytes"):
+            state.submit([Run(0, 3_000, 0, **half)], [step])
 
 
 def test_memory_on_the_card(emulated_cards: EmulatedCards) -> None:

@@ -24,7 +24,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain"),
 ]
 
-CODECS = {"top": TopK(0.05), "8 bits": BlockScaled(), "8 bits alone": BlockScaled(error_feedback=False)}
+CODECS: dict[str, GradientCodec] = {
+    "top": TopK(0.05),
+    "top, fp16": TopK(0.05, value_dtype="fp16"),
+    "all": TopK(1.0),  # its payload is larger than the gradient
+    "8 bits": BlockScaled(),
+    "8 bits alone": BlockScaled(error_feedback=False),
+}
+# An accumulated element has 4 bytes. The cards get a twentieth of the elements with 2 bytes of index each, or one byte
+# for each element, and some beats for each tasklet.
+MOST_BYTES = {"top": 0.5, "top, fp16": 0.4, "all": 6.1, "8 bits": 1.25, "8 bits alone": 1.25}
 
 
 def compressed_on_host(root: Path, codec: GradientCodec) -> SmartInfinityStrategy:
@@ -54,10 +63,11 @@ class Counting(Reporting):
 @pytest.mark.parametrize(
     ("name", "precision", "codec", "fails"),
     long_but(
-        [("AdamW", "bf16-mixed", "top", True), ("SGD", "32-true", "8 bits alone", False)],
+        [("AdamW", "bf16-mixed", "top, fp16", True), ("SGD", "32-true", "8 bits alone", False)],
         [
-            *(("AdamW", "bf16-mixed", codec, fails) for codec in ("top", "8 bits") for fails in (False, True)),
+            *(("AdamW", "bf16-mixed", codec, fails) for codec in ("top, fp16", "8 bits") for fails in (False, True)),
             ("AdamW", "16-mixed", "top", False),
+            ("AdamW", "bf16-mixed", "all", True),
             *((rule.optimizers[0], "32-true", "top", False) for rule in RULES),
             ("SGD", "32-true", "8 bits alone", False),
         ],
@@ -86,9 +96,7 @@ def test_trains_as_on_the_host(
     trained(recipe, tmp_path / "cards", strategy, module)
     assert_same(module, expected)
     assert ("The host updates" in caplog.text) == fails
-    # An accumulated element has 4 bytes. The cards get a twentieth of the elements with 2 bytes of index each, or one
-    # byte for each element, and some beats for each tasklet.
-    assert fails or 0 < module.traffic.shared_write_bytes < (0.5 if codec == "top" else 1.25) * module.traffic.numel
+    assert fails or 0 < module.traffic.shared_write_bytes < MOST_BYTES[codec] * module.traffic.numel
     assert all(emulated_cards.counter("runs_completed", card) >= recipe.max_steps for card in range(2))
 
 
