@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 
 import pytest
 import torch
 
-from hls import xclbin as xclbin_module
-from hls.description import SMARTSSD, Design
-from hls.xclbin import SectionKind, sections
 from lightning_smartinfinity import DeviceError
 from lightning_smartinfinity.storage.folders import direct
 from tests.helpers.card_runs import cards, setup_of
@@ -55,14 +51,6 @@ def test_no_such_card_kernel_or_file(tmp_path: Path, emulated_cards: EmulatedCar
         Run(tmp_path / "p2p", CASE, device=cards(build.xclbin))
 
 
-def test_a_card_that_is_gone(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """XRT may not tell why an xclbin cannot be loaded; the remedy names the likelier reason first."""
-    emulated_cards.lose(0)
-    with pytest.raises(DeviceError, match=r"emulated card 0: xrtDeviceLoadXclbin") as failed:
-        Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
-    assert failed.value.remedy.startswith("Look at `xbutil examine` whether the card is still there.")
-
-
 def test_files_in_the_page_cache(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,28 +58,3 @@ def test_files_in_the_page_cache(
     monkeypatch.setattr(direct, "choose_direct", lambda folder, name, choice: False)
     with pytest.raises(DeviceError, match=r"state\.bin.*page cache"):
         Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
-
-
-def test_arrays_in_different_banks(
-    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel with arrays in different banks is refused, because XRT would silently copy them."""
-    monkeypatch.setattr(xclbin_module, "sections", sections_with_an_array_elsewhere)
-    path = tmp_path / "banks.xclbin"
-    path.write_bytes(xclbin_module.xclbin(SMARTSSD))
-    emulated_cards.reset(count=9)
-    with pytest.raises(DeviceError, match=r"emulated card 8: .*different memory banks.*hls/ folder"):
-        Run(tmp_path / "run", CASE.but(num_devices=1), device=cards(path, first=8))
-
-
-def sections_with_an_array_elsewhere(design: Design) -> list[xclbin_module.Section]:
-    """Return the sections with the first array that adamw_update writes in a second bank."""
-    parts = {part.kind: part.content for part in sections(design)}
-    memory, connections = parts[SectionKind.MEM_TOPOLOGY], parts[SectionKind.CONNECTIVITY]
-    second = design.platform.bank.base + design.platform.bank.size_bytes
-    parts[SectionKind.MEM_TOPOLOGY] = struct.pack("<i4x", 2) + memory[8:] + memory[8:24] + struct.pack("<Q", second)
-    parts[SectionKind.MEM_TOPOLOGY] += b"second".ljust(16, b"\0")
-    moved = struct.pack("<iii", 4, 0, 0)
-    assert moved in connections
-    parts[SectionKind.CONNECTIVITY] = connections.replace(moved, struct.pack("<iii", 4, 0, 1))
-    return [xclbin_module.Section(kind, content) for kind, content in parts.items()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +12,14 @@ import pytest
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import BUILD_TEST_LIMIT, PROCESS_LIMIT
-from tests.native.builds import ROOT, run
+from tests.native.builds import ROOT
 from tests.xrt.builds import EmulatorBuild, build
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = [RunIf(xrt=True), pytest.mark.timeout(BUILD_TEST_LIMIT)]
 
 
-@pytest.mark.parametrize(
-    ("fault", "times"), long_but([("hang", 1)], [("hang", 1), ("hang", 10), ("stall", 1), ("p2p", 1)])
-)
+@pytest.mark.parametrize(("fault", "times"), long_but([("hang", 1)], [("hang", 1), ("hang", 10), ("stall", 1)]))
 def test_process_ends_with_what_was_given_up(
     emulated_cards: EmulatedCards, tmp_path: Path, fault: str, times: int
 ) -> None:
@@ -31,16 +28,6 @@ def test_process_ends_with_what_was_given_up(
     for _ in range(times):  # without the precaution about half of the runs fail
         completed = _run([sys.executable, "-m", "tests.xrt.hung_exit", *arguments], emulated_cards.build, {})
         assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
-
-
-def test_another_xrt_is_refused(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
-    """If a function is missing from the table to be changed, the process ends before it calls any."""
-    other = tmp_path / "libxrt_noop.so.2"
-    run("g++", "-shared", "-fPIC", "-x", "c++", "/dev/null", "-o", other, "-Wl,-soname,libxrt_noop.so.2")
-    load = f"import ctypes; ctypes.CDLL({str(emulated_cards.build.driver)!r})"
-    completed = _run([sys.executable, "-c", load], emulated_cards.build, {"LD_LIBRARY_PATH": str(tmp_path)})
-    assert completed.returncode < 0
-    assert "it works with XRT 2.13 only" in completed.stderr
 
 
 @pytest.mark.long
@@ -61,11 +48,4 @@ def test_stress(sanitizers: str) -> None:
 
 def _run(command: list[str], made: EmulatorBuild, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
     environment = os.environ | made.environment | {"PYTHONPATH": str(ROOT)} | settings
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT, preexec_fn=_leave_no_core
-    )
-
-
-def _leave_no_core() -> None:
-    """Write no core file: some of these processes end by a signal, and the card's memory is large."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT)

@@ -66,25 +66,20 @@ def begun(tmp_path: Path, emulated_cards: EmulatedCards) -> Iterator[Begin]:
         yield begin
 
 
-def test_gradients_and_reads_go_on_beside_a_run(begun: Begin, emulated_cards: EmulatedCards) -> None:
-    """While the first tasklet is computed, the next are read from the SSD and the gradient of one arrives."""
-    step = begun()
-    extent = step.run.layout.extents.extents[0].nbytes
+def test_what_goes_on_beside_a_run(begun: Begin, emulated_cards: EmulatedCards) -> None:
+    """While one tasklet is computed, the next are read from the SSD and the gradient of one arrives.
+
+    The parameters of the tasklet before have arrived, and its state is on the SSD.
+    """
+    step = begun(skipped=1)
+    extents = step.run.layout.extents
 
     def arrived() -> int:
         return len([event for event in emulated_cards.events("to-end") if int(event.fields[1]) > 64])
 
-    await_that(lambda: arrived() == 2 and step.folders()[0].read_bytes == 4 * extent)
-    assert not emulated_cards.events("run-end")
-
-
-def test_parameters_come_first_and_state_is_written_beside_the_next_run(
-    begun: Begin, emulated_cards: EmulatedCards
-) -> None:
-    """While one tasklet is computed, the parameters of the one before have arrived and its state is on the SSD."""
-    step = begun(skipped=1)
-    await_that(lambda: step.folders()[0].write_bytes == step.run.layout.extents.extents[0].nbytes)
-    numel = step.run.layout.extents.tasklet_numel
+    await_that(lambda: step.folders()[0].write_bytes == extents.extents[0].nbytes)
+    await_that(lambda: arrived() == 3 and step.folders()[0].read_bytes == 5 * extents.extents[0].nbytes)
+    numel = extents.tasklet_numel
     pairs = zip(step.run.partition[0].split(numel), step.parameters.split(numel), strict=True)
     assert sum(not torch.equal(now, then) for now, then in pairs) == 1
     assert len(emulated_cards.events("run-end")) == 1
