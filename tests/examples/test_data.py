@@ -1,13 +1,12 @@
-"""Text, labelled text and chats become windows, passages and batches; mistakes in files are answered in a line."""
+"""Text and chats become windows and batches; mistakes in files are answered in a line. The model of bytes."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from itertools import chain, islice
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -54,71 +53,6 @@ def test_sampler_goes_on_where_it_stopped(example: Example) -> None:
     one = list(islice(sampler(8, seed=0, rank=0, num_ranks=1, start=0), 16))
     first, second = (list(islice(sampler(8, seed=0, rank=rank, num_ranks=2, start=0), 8)) for rank in (0, 1))
     assert [window for pair in zip(first, second, strict=True) for window in pair] == one
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_as_many_held_out_windows_on_every_rank(example: Example, tmp_path: Path, world_size: int) -> None:
-    """Every rank has the same number of windows for any size of the text.
-
-    Ranks that validate with ZeRO-3 wait for each other.
-    """
-    write(tmp_path, a="x" * 100, b="y" * 100)
-    data = example("text_folder").TextFolder(str(tmp_path), block_size=20, batch_size=2, num_val_windows=10)
-    data.setup("fit")
-    chosen = []
-    for rank in range(world_size):
-        data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
-        chosen.append(list(data.val_dataloader().sampler))
-    assert len({len(one) for one in chosen}) == 1
-    assert len({window for one in chosen for window in one}) == world_size * len(chosen[0])
-
-
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        (None, r"text is not a folder"),
-        ({}, r"0 files like '\*\.py'"),
-        ({"a": "text"}, r"1 files like"),
-        ({"a": "x" * 8, "b": "y" * 8}, r"too little text for windows of 129 bytes"),
-    ],
-)
-def test_too_little_text(example: Example, tmp_path: Path, texts: dict[str, str] | None, message: str) -> None:
-    """The error says what there is and what is needed."""
-    if texts is not None:
-        write(tmp_path / "text", **texts)
-    with pytest.raises(ValueError, match=message):
-        example("text_folder").TextFolder(str(tmp_path / "text")).setup("fit")
-
-
-def test_documentation_of_installed_packages(example: Example) -> None:
-    """Every package has as many passages, no text gives its package away, and nothing learnt is held out."""
-    documentation = example("documentation")
-    learnt, held_out = documentation.documentation(6)
-    for passages, number in ((learnt, 6), (held_out, 2)):
-        assert Counter(label for _, label in passages) == dict.fromkeys(documentation.PACKAGES, number)
-    for text, _ in learnt + held_out:
-        assert 60 <= len(text) <= 300  # a masked name is shorter than the name
-        assert not any(package in text.lower() for package in documentation.PACKAGES)
-    assert not set(learnt) & set(held_out)
-    assert documentation.documentation(6) == (learnt, held_out)
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (None, r"labelled\.jsonl is not a file"),
-        (['{"text": "a"}'], r"labelled\.jsonl:1 is not"),
-        (['{"text": "a", "label": 1}', "a"], r"labelled\.jsonl:2 is not"),
-        (['{"text": "a", "label": 1}'] * 3, r"holds 3 passages: at least 4"),
-    ],
-)
-def test_file_that_is_not_labelled(example: Example, tmp_path: Path, lines: list[str] | None, message: str) -> None:
-    """The error names the file and the line."""
-    path = tmp_path / "labelled.jsonl"
-    if lines is not None:
-        path.write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=message):
-        example("documentation").read_labelled(path)
 
 
 # It writes <think> only in the last answer, as Qwen3 does.
@@ -184,31 +118,6 @@ def test_a_file_of_chats(example: Example, tmp_path: Path) -> None:
         assert len(chats_of([CHATS[0], CHATS[1], long], max_tokens=200).train_chats) == 1
     with pytest.raises(ValueError, match="No answer begins within 4 tokens"), pytest.warns(match="cut there"):
         chats_of(CHATS, max_tokens=4)
-    # A message that calls a tool needs no content.
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "read", "arguments": {}}}]}
-    calling = [CHATS[0][1], call, {"role": "tool", "content": "8"}, CHATS[0][2]]
-    path = write_chats(tmp_path / "chats.jsonl", [calling, CHATS[0]])  # type: ignore[list-item]
-    path.write_text("\n" + path.read_text())
-    assert example("chats").read_chats(path) == [(f"{path}:2", calling), (f"{path}:3", CHATS[0])]
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (
-            "{% if messages | length > 3 %}{{ raise_exception('Too long a chat') }}{% endif %}" + UNMARKED,
-            r"chats\.jsonl:2: the model's chat template does not take.*Too long a chat",
-        ),
-        (None, r"/model has no chat template\. Take the instruct version"),
-    ],
-    ids=["a template that refuses a chat", "no template"],
-)
-def test_template_that_cannot_be_used(example: Example, tmp_path: Path, template: str | None, message: str) -> None:
-    """The error has the template's reason, and names the file and the line, or says where to get a template."""
-    make_tokenizer(tmp_path / "model", template)
-    path = write_chats(tmp_path / "chats.jsonl", [CHATS[0][:3], CHATS[1]])
-    with pytest.raises(ValueError, match=message):
-        example("chats").Chats(str(tmp_path / "model"), str(path)).setup("fit")
 
 
 @pytest.mark.parametrize(
@@ -232,33 +141,6 @@ def test_line_that_is_no_chat(example: Example, tmp_path: Path, line: str, messa
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ValueError, match=message):
         example("chats").read_chats(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("./nowhere", r"^There is no folder \./nowhere\.$"),
-        (
-            "nowhere",
-            r"^There is no folder nowhere, and the hub gives no .*: We couldn't connect\. Retry\.$",
-        ),
-        ("empty", r"^The folder empty has no tokenizer that transformers can load: We couldn't connect\. Retry\.$"),
-    ],
-)
-def test_model_that_is_not_there(
-    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
-) -> None:
-    """The error is one line and names what was asked for."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    pretrained = example("pretrained")
-
-    def fail(model: str) -> None:
-        raise OSError("We couldn't connect.\nRetry.")
-
-    monkeypatch.setattr(pretrained.AutoTokenizer, "from_pretrained", fail)
-    with pytest.raises(ValueError, match=message):
-        pretrained.load_tokenizer(name)
 
 
 def numbered(number: int) -> list[dict[str, list[int]]]:
@@ -299,3 +181,25 @@ def test_shorter_chats_are_padded(example: Example) -> None:
     assert torch.equal(batch["input_ids"], torch.tensor([[5, 6, 7], [8, 0, 0]]))
     assert torch.equal(batch["attention_mask"], torch.tensor([[1, 1, 1], [1, 0, 0]]))
     assert torch.equal(batch["labels"], torch.tensor([[-100, 6, 7], [8, -100, -100]]))
+
+
+@pytest.mark.parametrize(("size", "expected"), [("124m", 124e6), ("355m", 355e6), ("774m", 774e6), ("1.5b", 1558e6)])
+def test_sizes_hold_what_their_names_say(example: Example, size: str, expected: float) -> None:
+    """The sizes have GPT-2's parameter counts, within two percent."""
+    with torch.device("meta"):
+        model = example("byte_lm").ByteLM(size, block_size=1024)
+        model.configure_model()
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(expected, rel=0.02)
+
+
+def test_parts_of_the_model(example: Example) -> None:
+    """Only matrices decay, and a prediction does not depend on later bytes."""
+    byte_lm = example("byte_lm")
+    model = byte_lm.ByteLM("nano")
+    model.configure_model()
+    for name, parameter in model.named_parameters():
+        embedding = name.startswith(("model.bytes", "model.positions"))
+        assert byte_lm.is_matrix(name) == (parameter.dim() == 2 and not embedding), name
+    decoder, tokens = byte_lm.Decoder(2, 32, 2, block_size=8), torch.randint(0, 256, (1, 8))
+    changed = torch.cat([tokens[:, :5], torch.zeros(1, 3, dtype=tokens.dtype)], 1)
+    assert torch.equal(decoder(tokens)[0, :5], decoder(changed)[0, :5])

