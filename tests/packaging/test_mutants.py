@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tools.house import git
 from tools.mutants.__main__ import main
-from tools.mutants.cpp import cpp_sites, refused, write_switches
 from tools.mutants.sites import Index, python_sites
 
 PACKAGE = '''\
@@ -49,31 +46,6 @@ def test_unseen():
 
 def test_fails():
     assert bigger(1, 2) == 1
-"""
-CPP = """\
-#include <cstdio>
-#include <cstdlib>
-// if (a < b) is no code here, and neither is "a < b" below.
-constexpr int fixed(int a) {
-    return a + 1;
-}
-class Counter {
- public:
-    bool is_more(int than) const { return count_ > than; }
-    void add(int more) {
-        if (more < 0) return;
-        count_ += more;
-    }
-
- private:
-    int count_ = 0;
-};
-int main() {
-    Counter counter;
-    counter.add(0);
-    counter.add(fixed(2));
-    std::puts(counter.is_more(3) ? "a < b" : "no");
-}
 """
 
 
@@ -153,43 +125,3 @@ def test_results_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (tmp_path / name).write_text("\n".join(map(json.dumps, results)))
     assert main(["compare", str(tmp_path / "before"), str(tmp_path / "after")]) == status
     assert capsys.readouterr().out.startswith("caught:" if after in ("caught", "timeout") else f"a {after}, was caught")
-
-
-def test_changes_of_python_leave_the_lines_around_them(tmp_path: Path) -> None:
-    """Each change compiles, and keeps the number of lines."""
-    file = tmp_path / "a.py"
-    file.write_text(
-        "def f(a):\n    é = 'é' + 'b' if (\n        a.b\n        < 3\n    ) else 'ü'; return (\n        é)\n# end\n"
-    )
-    changed = [site.applied(file.read_bytes()).decode() for site in python_sites(tmp_path, file)]
-    assert len(changed) == 4
-    for text in changed:
-        compile(text, "a.py", "exec")
-        assert text.count("\n") == 7 and text.endswith("# end\n")
-
-
-def test_mutants_of_cpp_are_switched_by_the_environment(tmp_path: Path) -> None:
-    """One program runs as it is written, or with one of the changes, and says which test reaches which."""
-    source = tmp_path / "a.cpp"
-    source.write_text(CPP)
-    sites = list(cpp_sites(tmp_path, source))
-    assert {site.function for site in sites} == {"Counter::is_more", "Counter::add", "main"}
-    more = [site for site in sites if site.function != "main" and site.kind in ("comparison", "assignment")]
-    write_switches(tmp_path, Path(), more)
-    subprocess.run(["c++", "-std=c++20", "-o", tmp_path / "a", source], check=True, cwd=tmp_path)
-    trace = tmp_path / "trace"
-
-    def printed(**environment: str) -> str:
-        return subprocess.run([tmp_path / "a"], env=os.environ | environment, capture_output=True, text=True).stdout
-
-    changed = {site.change: printed(MUTANT=str(number)) for number, site in enumerate(more)}
-    assert changed == {
-        "count_ > than -> count_ >= than": "a < b\n",
-        "more < 0 -> more <= 0": "no\n",
-        "count_ += more; -> nothing": "no\n",
-    }
-    assert printed(MUTANT_TRACE=str(trace), PYTEST_CURRENT_TEST="t.py::t (call)") == "no\n"
-    assert sorted(trace.read_text().splitlines()) == [f"{number} t.py::t (call)" for number in range(3)]
-    assert Index(sites).find(more[0].record()) == more[0]
-    line = more[1].lines[0] + 1
-    assert list(refused(f"/somewhere/a.cpp:{line}:5: error: no", more)) == [1]

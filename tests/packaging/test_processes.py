@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from tests.helpers.fresh_python import fresh_environment
-from tests.helpers.processes import environments_of, run_module
+from tests.helpers.processes import run_module
 
 WORKER = "tests.helpers.reporting_worker"
 
@@ -32,20 +30,6 @@ def test_ranks_are_like_new_processes(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (tmp_path / f"ended-{rank}").exists()
     for drawn in ("numpy", "torch", "random"):
         assert seen[0][drawn] != seen[1][drawn], drawn
-
-
-def test_processes_may_keep_bytecode() -> None:
-    """Otherwise each compiles what it imports, which takes longer than most trainings of these tests."""
-    assert "PYTHONDONTWRITEBYTECODE" not in fresh_environment()
-
-
-def test_the_port_of_ranks_is_theirs_alone() -> None:
-    """Whoever asks for any port is not given it, and torch can listen there."""
-    with environments_of(1) as (environment,):
-        port = int(environment["MASTER_PORT"])
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", port))
-        assert TCPStore("127.0.0.1", port, is_master=True).port == port
 
 
 @pytest.mark.parametrize(("how", "status"), [("badly", 1), ("never", -signal.SIGKILL)])

@@ -75,22 +75,11 @@ def test_a_module_has_one_identity_under_both_names(earlier: str, now: str) -> N
     assert module.__spec__ is not None and module.__name__ == module.__spec__.name == f"lightning_smartinfinity.{now}"
 
 
-def test_a_module_that_never_was(tmp_path: Path) -> None:
-    """A name within a moved room that does not exist is not found."""
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("lightning_smartinfinity.transfer.nothing")
-
-
 def test_all_is_sorted_and_complete() -> None:
     """Every public name is listed once, in order, and can be loaded."""
     assert lightning_smartinfinity.__all__ == sorted(PUBLIC)
     for name in lightning_smartinfinity.__all__:
         assert getattr(lightning_smartinfinity, name) is not None
-
-
-def test_dir_lists_names_that_are_not_loaded_yet() -> None:
-    """dir() lists lazy names, so that a shell can complete them."""
-    assert set(dir(lightning_smartinfinity)) >= PUBLIC
 
 
 def test_type_checkers_see_every_lazy_name() -> None:

@@ -1,7 +1,8 @@
-"""``tools/system_packages.sh`` and ``tools/test_packages.sh`` with stand-ins for id, apt-get, compilers and Python."""
+"""``tools/system_packages.sh`` and ``tools/gpu_report.sh`` with stand-ins for id, apt-get, compilers and Python."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.helpers.waiting import PROCESS_LIMIT
 
-TOOLS = Path(__file__).parents[2] / "tools"
+SCRIPT = Path(__file__).parents[2] / "tools/system_packages.sh"
 COMMANDS = ("bash", "env", "xargs", "cat", "touch", "chmod", "echo", "mkdir")
 PYTHON = """
 case "$*" in
@@ -21,15 +22,13 @@ cat >/dev/null
 exit {headers}
 """
 INSTALL = "apt-get install -q -y --no-install-recommends"
-XRT = ("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.13.0", "usr/include/xrt/version.h", "usr/include/uuid/uuid.h")
-MACHINES = ("usr/bin/bindfs", "usr/sbin/ip")
 
 
 class System:
-    """A folder of commands that replaces the whole PATH, and a folder of the system's files."""
+    """A folder of commands that replaces the whole PATH."""
 
     def __init__(self, folder: Path, *, root: bool = True) -> None:
-        self.commands, self.root = folder / "commands", folder / "root"
+        self.commands = folder / "commands"
         self.commands.mkdir()
         for tool in COMMANDS:
             (self.commands / tool).symlink_to(Path("/usr/bin", tool))
@@ -39,19 +38,14 @@ class System:
         (self.commands / name).write_text(f"#!/usr/bin/env bash\n{source}\n")
         (self.commands / name).chmod(0o755)
 
-    def add_files(self, *files: str) -> None:
-        for file in files:
-            (self.root / file).parent.mkdir(parents=True, exist_ok=True)
-            (self.root / file).touch()
-
     def add_apt(self, *paths: Path) -> None:
         """Add an apt-get whose packages hold these files; without files it fails to install."""
         install = "".join(f"\nmkdir -p {path.parent}; touch {path}; chmod +x {path}" for path in paths)
         self.add("apt-get", f'echo "apt-get $*"\n[ "$1" = install ] || exit 0{install}{"" if paths else "; exit 1"}')
 
-    def run(self, script: str, argument: str | Path) -> tuple[int, str]:
+    def run(self) -> tuple[int, str]:
         completed = subprocess.run(
-            ["/usr/bin/bash", TOOLS / script, argument],
+            ["/usr/bin/bash", SCRIPT, "python3"],
             env={"PATH": str(self.commands)},
             capture_output=True,
             text=True,
@@ -85,42 +79,36 @@ def test_system_packages(lacks: str, root: bool, apt: str | None, status: int, s
         system.add("g++", "exit 1" if "liburing" in lacks else "")
     if apt is not None:
         system.add_apt(*([system.commands / apt] if apt else []))
-    ended, output = system.run("system_packages.sh", "python3")
+    ended, output = system.run()
     assert ended == status
     assert all(words in output for words in says) and (says or output == "")
     assert ("apt-get install -q" in output) == (root and apt not in (None, "never"))
 
 
-@pytest.mark.parametrize(
-    ("missing", "packages", "skipped"),
-    [
-        (XRT[0], "libxrt1 libxrt-dev uuid-dev", "lacks XRT 2.13"),
-        (XRT[2], "libxrt1 libxrt-dev uuid-dev", "lacks XRT 2.13"),
-        (MACHINES[0], "bindfs iproute2", "lacks bindfs"),
-        (MACHINES[1], "bindfs iproute2", "lacks bindfs"),
-    ],
-)
-@pytest.mark.parametrize("root", [True, False])
-def test_packages_of_tests(missing: str, packages: str, skipped: str, root: bool, tmp_path: Path) -> None:
-    """Root gets the packages; others are told which tests are skipped. A complete system is left alone."""
-    system = System(tmp_path, root=root)
-    system.add_files(*{*XRT, *MACHINES} - {missing})
-    system.add_apt(system.root / missing)
-    status, output = system.run("test_packages.sh", system.root)
-    assert status == 0
-    assert (f"{INSTALL} {packages}" in output) == root
-    assert (skipped in output and "will be skipped" in output) == (not root)
-    system.add_files(missing)
-    assert system.run("test_packages.sh", system.root) == (0, "")
+GPU_REPORT = Path(__file__).parents[2] / "tools" / "gpu_report.sh"
+STAGES = ("nvidia-smi", "versions", "build", "tests", "step", "budgets", "activations")
 
 
-@pytest.mark.parametrize(
-    ("held", "says"), [((), "could not be installed"), ((XRT[0].replace("2.13", "2.17"),), "are not those of XRT 2.13")]
-)
-def test_packages_of_tests_that_cannot_be_had(held: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    """A failed installation and another version are no error."""
-    system = System(tmp_path)
-    system.add_files(*XRT[1:], *MACHINES)
-    system.add_apt(*(system.root / file for file in held))
-    status, output = system.run("test_packages.sh", system.root)
-    assert status == 0 and says in output
+def report(root: Path, python: str, storage: Path) -> tuple[int, dict[str, str]]:
+    """Run the script with a Python that is a shell script, and return its status and the results of its stages."""
+    for name, content in (("python", python), ("nvidia-smi", "echo a GPU")):
+        (root / name).write_text(f"#!/bin/bash\n{content}\n")
+        (root / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{root}:{os.environ['PATH']}", "PYTHON": "python"}
+    done = subprocess.run([GPU_REPORT, root / "results", storage], env=environment, timeout=PROCESS_LIMIT, check=False)
+    lines = (root / "results" / "report.txt").read_text().splitlines()[1:]
+    return done.returncode, {line.split()[0]: line[13:22].strip() for line in lines}
+
+
+def test_all_stages_pass(tmp_path: Path) -> None:
+    """The results are the outputs; what was built is removed, a folder on the drive that was given stays."""
+    storage = tmp_path / "drive"
+    assert report(tmp_path, 'echo "$@"', storage) == (0, dict.fromkeys(STAGES, "passed"))
+    assert f"--storage {storage}" in (tmp_path / "results" / "step.txt").read_text()
+    assert {path.suffix for path in (tmp_path / "results").iterdir()} == {".txt"} and storage.is_dir()
+
+
+def test_stages_that_fail(tmp_path: Path) -> None:
+    """The others run, the report says which failed, and so does the exit status."""
+    status, found = report(tmp_path, '[[ "$*" != *install* && "$*" != *gpu_step* ]]', tmp_path / "results/storage")
+    assert (status, found["build"], found["tests"], found["step"]) == (1, "failed:1", "passed", "failed:1")
