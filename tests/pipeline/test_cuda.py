@@ -211,13 +211,7 @@ def begun_within_backward(run: CudaRun, number: int) -> StepPlan:
 def send_all(run: CudaRun, number: int) -> None:
     """Let all gradients of a step come, of which no parameter lacks one."""
     for index in range(len(run.parameters)):
-        run.send(index, whole_gradient(run, index, number))
-
-
-def whole_gradient(run: CudaRun, parameter: int, number: int) -> torch.Tensor:
-    gradient = gradient_of(run.case, parameter, number)
-    assert gradient is not None
-    return gradient * SCALE
+        run.send(index, gradient_of(run.case, index, number) * SCALE)
 
 
 def backward_on(run: CudaRun, number: int, random: np.random.Generator) -> Iterator[list[int]]:
@@ -229,7 +223,7 @@ def backward_on(run: CudaRun, number: int, random: np.random.Generator) -> Itera
     for index in map(int, random.permutation(len(run.parameters))):
         if random.random() < 0.3:
             run.link.use_other_stream()
-        computed = run.link.on_device(whole_gradient(run, index, number))
+        computed = run.link.on_device(gradient_of(run.case, index, number) * SCALE)
         run.arena.arrive(index, run.link.copy(computed, us=int(random.integers(3_000))))
         complete = []
         for tasklet in run.layout.tasklets_of(slice(index, index + 1)):

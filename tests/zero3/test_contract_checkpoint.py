@@ -55,13 +55,6 @@ def test_names_of_deepspeeds_files_have_the_rank_of_the_model(tmp_path: Path) ->
         assert any(fnmatch(Path(name).name, pattern) for pattern in staged_save.OF_DEEPSPEED), name
 
 
-@pytest.mark.seam("we leave room in a file and fill it later")
-def test_torch_can_save_without_data() -> None:
-    """skip_data(materialize_fake_tensors=True) saves no data; UntypedStorage._checkpoint_offset has its place."""
-    assert "materialize_fake_tensors" in inspect.signature(torch.serialization.skip_data.__init__).parameters
-    assert hasattr(torch.UntypedStorage, "_checkpoint_offset")
-
-
 @pytest.mark.seam("save_in_turn, SmartInfinityStrategy: it goes on before its checkpoints are whole")
 def test_model_checkpoint_looks_at_its_checkpoints_in_these_methods_only() -> None:
     """ModelCheckpoint uses no more than _save_checkpoint, file_exists, _link_checkpoint, Strategy.remove_checkpoint."""
@@ -75,9 +68,14 @@ def test_model_checkpoint_looks_at_its_checkpoints_in_these_methods_only() -> No
     assert "self._fs.exists(" in inspect.getsource(ModelCheckpoint.file_exists)
 
 
-@pytest.mark.seam("a file may be larger than memory")
+@pytest.mark.seam("a file may be larger than memory; we leave room in a file and fill it later")
 def test_torch_maps_files_by_this_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.load(mmap=True) maps a file by torch.UntypedStorage.from_file(path, shared, nbytes)."""
+    """torch.load(mmap=True) maps a file by torch.UntypedStorage.from_file(path, shared, nbytes).
+
+    skip_data(materialize_fake_tensors=True) saves no data; UntypedStorage._checkpoint_offset has its place.
+    """
+    assert "materialize_fake_tensors" in inspect.signature(torch.serialization.skip_data.__init__).parameters
+    assert hasattr(torch.UntypedStorage, "_checkpoint_offset")
     calls: list[tuple[Any, ...]] = []
     original = torch.UntypedStorage.from_file
     monkeypatch.setattr(torch.UntypedStorage, "from_file", lambda *given: (calls.append(given), original(*given))[1])

@@ -51,16 +51,14 @@ def test_what_init_replaces_in_torch() -> None:
     assert nn.Linear in partition_parameters.get_all_subclasses(nn.Module)
 
 
-@pytest.mark.seam("parameters that were not partitioned get the model's dtype")
-def test_engine_asks_parameters_for_its_dtype_before_it_takes_them() -> None:
-    """A model must have the engine's dtype throughout when DeepSpeedEngine._configure_distributed_model begins."""
-    source = inspect.getsource(DeepSpeedEngine._configure_distributed_model)
-    assert source.index("self.__check_params(self.module, check_dtype)") > source.index("is_zero_init_model = ")
-
-
+@pytest.mark.seam("parameters that were not partitioned get the model's dtype", "Before, __check_params asks for it.")
 @pytest.mark.seam("progress, and memory that is returned at once")
 def test_every_parameter_is_partitioned_by_one_method() -> None:
-    """A constructor under zero.Init and an engine both call zero.Init._zero_init_param on the instance."""
+    """A constructor under zero.Init and an engine both call zero.Init._zero_init_param on the instance, the engine in
+    DeepSpeedEngine._configure_distributed_model.
+    """
+    source = inspect.getsource(DeepSpeedEngine._configure_distributed_model)
+    assert source.index("self.__check_params(self.module, check_dtype)") > source.index("is_zero_init_model = ")
     for caller in (Init._post_init_method, Init._convert_to_zero_parameters):
         assert "self._zero_init_param(param)" in inspect.getsource(caller)
     assert list(inspect.signature(Init._zero_init_param).parameters) == ["self", "param"]

@@ -35,18 +35,18 @@ from tests.huggingface.trained import arguments
 @pytest.mark.seam("SmartInfinityTraining, initializing_with: our engine", "By ``zero_force_ds_cpu_optimizer: false``.")
 def test_accelerate_asks_deepspeed_for_an_engine_by_name_and_keeps_the_optimizer() -> None:
     """Accelerate looks deepspeed.initialize up, passes config_params, and keeps torch's optimizer."""
-
-    class Asked(Exception):
-        pass
-
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     config = SmartInfinityTraining()._config
-    with fresh_accelerate(), launched(), mock.patch("deepspeed.initialize", side_effect=Asked) as initialize:
+    with (
+        fresh_accelerate(),
+        launched(),
+        mock.patch("deepspeed.initialize", side_effect=ZeroDivisionError) as initialize,
+    ):
         plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=3)
         accelerator = Accelerator(deepspeed_plugin=plugin)
         loader = torch.utils.data.DataLoader([1, 2], batch_size=2)  # type: ignore[arg-type]
-        with pytest.raises(Asked):
+        with pytest.raises(ZeroDivisionError):
             accelerator.prepare(model, optimizer, loader)
     passed = initialize.call_args.kwargs
     assert passed.keys() == {"model", "config_params", "optimizer"}

@@ -103,9 +103,12 @@ def _calls(function: Any, *calls: str) -> None:
     assert where == sorted(where), calls
 
 
-@pytest.mark.seam("ParameterSwapper writes partitions when DeepSpeed expects it")
-def test_the_order_in_which_a_partition_is_made_written_and_forgotten() -> None:
-    """Init._partition_param writes an updated partition from a buffer, and releases others (PartitionedParamStatus)."""
+@pytest.mark.seam("`ParameterSwapper` reads partitions before they are gathered, and writes them when it is expected")
+def test_partitions_are_there_before_they_are_gathered() -> None:
+    """Gathers begin with Init._ensure_availability_of_partitioned_params, which reads from storage and waits.
+
+    Init._partition_param writes an updated partition from a buffer, and releases others (PartitionedParamStatus).
+    """
     _calls(
         partition_parameters.Init._partition_param,
         "param.nvme_swapper.remove_partition_and_release_buffers([param])",
@@ -114,11 +117,6 @@ def test_the_order_in_which_a_partition_is_made_written_and_forgotten() -> None:
         "param.ds_tensor.copy_(src_tensor)",
         "self.param_swapper.swap_out_and_release([param])",
     )
-
-
-@pytest.mark.seam("`ParameterSwapper` reads partitions before they are gathered")
-def test_partitions_are_there_before_they_are_gathered() -> None:
-    """Gathers begin with Init._ensure_availability_of_partitioned_params, which reads from storage and waits."""
     ensure = partition_parameters.Init._ensure_availability_of_partitioned_params
     _calls(ensure, "swap_in(swap_in_list, async_op=False)", "synchronize_reads()")
     _calls(partition_parameters.Init._all_gather, "_ensure_availability_of_partitioned_params(", "_allgather_param(")
