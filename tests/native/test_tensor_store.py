@@ -7,6 +7,7 @@ import gc
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from lightning_smartinfinity.native import (
     TensorExtent,
     TensorStore,
 )
-from tests.helpers.native_testing import Hold, inject
+from tests.helpers.native_testing import Hold, Throttle, inject
 from tests.helpers.waiting import await_that, join
 from tests.native.builds import assert_in_fork, is_refused
 from tests.native.test_interrupt import interrupted
@@ -358,6 +359,25 @@ def test_memory_in_use_is_never_lent_again() -> None:
     assert pool.nbytes <= pool.limit
     pool.limit = 0
     assert pool.nbytes == 0
+
+
+def test_a_slow_file_beside_a_fast_one(setup: Setup) -> None:
+    """A read beside which many short ones have ended, with pauses between them, counts no time twice."""
+    extents, rate = [setup.written(nbytes, seed=1)[0] for nbytes in (PART, BLOCK)], 5e6
+    for extent, bytes_per_second in zip(extents, (rate, 2e6), strict=True):
+        file = setup.files[setup.paths.index(Path(extent.path))]
+        Throttle(setup.store, [file]).bytes_per_second = bytes_per_second
+    (slow, _), (fast, _) = setup.content(PART), setup.content(BLOCK)
+    began, num_ended = time.perf_counter(), 0
+    ticket = setup.read(extents[0], slow)
+    while not setup.store.done(ticket):
+        assert setup.store.wait(setup.read(extents[1], fast)) is None
+        num_ended += 1
+        time.sleep(1e-4)
+    assert setup.store.wait(ticket) is None
+    assert num_ended > 64  # the spans that are known one by one
+    # The counter reads the clock after the request has, so each request may lose some microseconds.
+    assert 0.95 * PART / rate <= setup.store.counters().read_busy_seconds <= time.perf_counter() - began
 
 
 # ---- files grow and shrink while their disk does not answer: everything else goes on
