@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["PROPERTY", "Attack"]
-
 PROPERTY = "attack"
 """The name of the property by which a test's report carries a row of the table."""
 

@@ -18,8 +18,6 @@ from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin
 from lightning_smartinfinity.native import Pipeline
 from tests.pipeline.harness import Case, Run, assert_equal, running
 
-__all__ = ["OPTIMIZERS", "beside_host", "cards", "pipelines", "same_as_host", "settled_host", "setup_of", "state_files"]
-
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "adam": {

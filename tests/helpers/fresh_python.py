@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tests.helpers.waiting import PROCESS_LIMIT
 
-__all__ = ["SOCKET", "fresh_environment", "fresh_python"]
-
 SOCKET = "SMART_INFINITY_TEST_FORK_SERVER"
 """Name of the environment variable with the path of the fork server's socket (see :mod:`tests.helpers.processes`)."""
 

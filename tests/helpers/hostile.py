@@ -9,8 +9,6 @@ from typing import ClassVar
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-__all__ = ["Hostile", "assert_plain", "executed", "files_in"]
-
 _NAME = "executed"
 
 

@@ -15,8 +15,6 @@ import torch
 
 from tests.helpers.processes import run_module
 
-__all__ = ["kill_later", "launch_run", "state_digest"]
-
 
 def launch_run(module: str, run: Any) -> tuple[int, str]:
     """Run a module in forked processes; return the exit status and the output.

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["Interrupt"]
-
 
 class Interrupt:
     """Raises KeyboardInterrupt before one of the lines that some modules execute.

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["long_but"]
-
 
 def long_but(usual: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     """Return cases for ``parametrize``, all of them marked ``long`` but the usual ones.

@@ -9,8 +9,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["TEXT", "llama_config", "make_model_folder"]
-
 TEXT = "A drive holds what memory cannot, and a ring of buffers brings it back in time. " * 80
 
 

@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ASKED_FOR", "EVERYTHING", "offload_everything"]
-
 ASKED_FOR = "TEST_WITH_ACTIVATIONS_ON_STORAGE"
 """Environment variable with which all trainings of the tests offload their activations."""
 

@@ -14,14 +14,6 @@ from torch.utils.data import DataLoader
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 
-__all__ = [
-    "Everything",
-    "Scenario",
-    "assert_alike",
-    "assert_fits_like_plain_lightning",
-    "assert_like_plain_lightning",
-]
-
 # Four batches an epoch; values in fp32 agree with Lightning's own CPU strategy to rounding.
 RECIPE = Recipe(epoch_batches=4, depth=1)
 _TOLERANCE = 2e-4

@@ -21,8 +21,6 @@ from unittest import mock
 from lightning_smartinfinity import native
 from tests.helpers.waiting import PROCESS_LIMIT
 
-__all__ = ["DISKS", "Disk", "LoopDisk", "RecordedDisk", "content", "loop_devices_work", "observed"]
-
 _BLOCK = 4096
 _IMAGE_BYTES = 192 << 20
 # No commit every five seconds, and no flush that ext4 adds to renames for programs that forget it.

@@ -19,8 +19,6 @@ from pathlib import Path
 from tests.helpers.fresh_python import SOCKET, fresh_environment
 from tests.helpers.waiting import PROCESS_LIMIT, await_that
 
-__all__ = ["REPOSITORY", "environments_of", "reserved_port", "run_module", "start_server"]
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -94,7 +92,7 @@ def start_server() -> None:
     atexit.register(process.kill)
 
 
-class _Client:
+class Client:
     """A connection to the server; what was forked for it ends with this process."""
 
     def __init__(self) -> None:
@@ -133,6 +131,6 @@ class _Client:
 
 
 @functools.cache
-def _client() -> _Client:
+def _client() -> Client:
     """Return the connection of this process, which is made when first needed."""
-    return _Client()
+    return Client()

@@ -13,8 +13,6 @@ import torch
 
 from tests.helpers.processes import run_module
 
-__all__ = ["on_ranks"]
-
 
 def on_ranks(function: Callable[..., Any], folder: Path, *arguments: str | Path, ranks: int = 2) -> list[Any]:
     """Return what a function of a module returns on each rank, in forked processes.

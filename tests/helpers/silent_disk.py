@@ -20,8 +20,6 @@ from lightning_smartinfinity.storage.folders import replacement
 from lightning_smartinfinity.storage.io import deadlines as in_time
 from tests.helpers.waiting import await_that
 
-__all__ = ["ERROR", "FILE_CALLS", "SAID", "SECONDS", "SilentDisk", "gives_up"]
-
 SECONDS = 0.2
 """The limit of calls in these tests."""
 

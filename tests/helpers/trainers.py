@@ -9,8 +9,6 @@ import lightning.pytorch as pl
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
 
-__all__ = ["fit", "quiet_trainer"]
-
 
 def quiet_trainer(root: Path, strategy: Any = None, **settings: Any) -> pl.Trainer:
     """Return a Trainer of one CPU process and three steps in bf16, which prints and logs nothing.

@@ -7,18 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = [
-    "BUILD_LIMIT",
-    "BUILD_TEST_LIMIT",
-    "LIMIT",
-    "PROCESS_LIMIT",
-    "assert_threads_end",
-    "await_that",
-    "join",
-    "lenient",
-    "num_threads",
-]
-
 LIMIT = 120.0
 """Seconds after which a test gives up a wait: less than the limit of a test, so that the wait says what is missing."""
 

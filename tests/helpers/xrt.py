@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-__all__ = ["LIBRARIES", "VERSION", "what_is_missing"]
-
 VERSION = "2.13"
 LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
 _HEADER = Path("/usr/include/xrt/version.h")

@@ -63,47 +63,38 @@ def places(scratch: Path) -> Any:
 
 def links(scratch: Path) -> Any:
     """Save three times by a link that leads to another mount point on each machine."""
-    rank, found = dist.get_rank(), []
-    own = scratch / f"mounted-{rank}"
+    own = scratch / f"mounted-{dist.get_rank()}"
     own.mkdir()
     mount_own(scratch / "shared", own)
     (scratch / "local" / "scratch").symlink_to(own)
-    for number in range(3):
-        with replacing(scratch / "local" / "scratch" / "a.ckpt", TAG) as staging:
-            (staging.folder / TAG).mkdir(exist_ok=True)
-            (staging.folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").write_text(str(number))
-        found.append(staging.leads)
-    return found
+    return [save(scratch / "local" / "scratch" / "a.ckpt", str(number)) for number in range(3)]
 
 
 def swaps(scratch: Path) -> Any:
     """Save again and again to paths that every rank has looked for before; return what lies there."""
-    rank, found = dist.get_rank(), []
+    found = []
     for number in range(NUM_SAVES):
         path = scratch / "shared" / f"{number % 4}.ckpt"
         path.exists()
         (path / ".saving").exists()
         dist.barrier()
-        with replacing(path, TAG) as staging:
-            sleep(0.1 * rank)  # the leader is done before the other machine has written anything
-            (staging.folder / TAG).mkdir(exist_ok=True)
-            (staging.folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").write_text(str(number))
-            if staging.leads:
-                (staging.folder / "latest").write_text(TAG)
+        # The leader is done before the other machine has written anything.
+        found.append(save(path, str(number), pause=0.1 * dist.get_rank()))
         dist.barrier()
-        found.append(staging.leads)
     return found
 
 
-def save(path: Path, content: str) -> None:
-    """Save what :func:`loaded` reads."""
+def save(path: Path, content: str, *, pause: float = 0.0) -> bool:
+    """Save what :func:`loaded` reads, after a pause; return whether this rank leads."""
     rank = dist.get_rank()
     with replacing(path, TAG) as staging:
+        sleep(pause)
         (staging.folder / TAG).mkdir(exist_ok=True)
         for kind in ("model", "optim"):
             (staging.folder / TAG / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt").write_text(content)
         if staging.leads:
             (staging.folder / "latest").write_text(TAG)
+    return staging.leads
 
 
 def loaded(path: Path) -> str:

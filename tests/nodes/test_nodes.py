@@ -95,7 +95,7 @@ def assert_swapped(shared: Path, leads: list[Any], num_saves: int) -> None:
     assert leads == [[True] * num_saves, [False] * num_saves]
     for number in range(4):
         path = shared / f"{number}.ckpt"
-        found = {file.name: file.read_text() for file in (path / TAG).glob("*.pt")}
+        found = {file.name: file.read_text() for file in (path / TAG).glob("*model_states.pt")}
         newest = str(num_saves - 4 + number)
         assert found == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": newest for rank in range(2)}
         assert sorted(each.name for each in path.iterdir()) == [TAG, "latest"]
@@ -171,7 +171,7 @@ def test_a_universal_checkpoint(scratch: Path) -> None:
 def test_a_link_to_another_mount_point_on_each_machine(scratch: Path) -> None:
     """They see that they save to one folder, and one of them leads."""
     assert run("links", scratch, mounts=True) == [[True] * 3, [False] * 3]
-    files = {file.name: file.read_text() for file in (scratch / "shared/a.ckpt" / TAG).glob("*.pt")}
+    files = {file.name: file.read_text() for file in (scratch / "shared/a.ckpt" / TAG).glob("*model_states.pt")}
     assert files == {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt": "2" for rank in range(2)}
 
 

@@ -28,7 +28,7 @@ from tests.helpers.attacks import Attack
 from tests.helpers.compressed import compress
 from tests.helpers.models import Recipe
 from tests.helpers.native_testing import decode_gradient
-from tests.reliability.interrupted import Interrupted, same
+from tests.reliability.faults import Interrupted, same
 from tests.storage.makers import commit_generation, create, manifest_with
 
 OUTCOME = "read, or refused by an error of ours"

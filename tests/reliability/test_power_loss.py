@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
@@ -29,26 +28,19 @@ from tests.helpers.trainers import fit
 from tests.huggingface.trained import arguments, dataset, load
 from tests.pipeline.harness import Case, Run, running
 from tests.storage.makers import commit_generation, create, residual_memory
+from tests.training.actions import does
 
 MANY = pytest.param(50, marks=pytest.mark.long)
 Save = Callable[[Path], None]
 
 
-class InEveryStep(pl.Callback):
-    """Calls a function with the save of the Trainer after every step."""
-
-    def __init__(self, act: Callable[[int, Save], None]) -> None:
-        self._act = act
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._act(trainer.global_step, trainer.save_checkpoint)
-
-
 def train(root: Path, act: Callable[[int, Save], None], steps: int) -> None:
     """Fit a tiny model, and call a function with the number of each step and the Trainer's save."""
-    module = LitTiny(Recipe(max_steps=steps))
-    fit(module, root, max_steps=steps, callbacks=[InEveryStep(act)])
+
+    def act_now(trainer: pl.Trainer, module: Any) -> None:
+        act(trainer.global_step, trainer.save_checkpoint)
+
+    fit(LitTiny(Recipe(max_steps=steps)), root, max_steps=steps, callbacks=[does(on_train_batch_end=act_now)])
 
 
 def found_after_power_loss(disk: Disk, path: Path) -> dict[str, bytes]:
