@@ -13,10 +13,26 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import lightning.pytorch as pl
 import numpy as np
 import torch
 import transformers
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -27,7 +43,8 @@ from lightning_smartinfinity import SmartInfinityFabricStrategy, SmartInfinitySt
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from tests.helpers.trainers import quiet_trainer
 
-WIDTH, STEPS_PER_TERM = 8, 3
+WIDTH, HIDDEN, STEPS_PER_TERM = 8, 17, 3  # an odd number, so that processes get unequal parts
+DECAY = 0.999
 
 
 class Touched(nn.Module):
@@ -35,6 +52,7 @@ class Touched(nn.Module):
 
     Args:
         *args: Arguments of the next class.
+        terms: Whether losses have terms; otherwise hooks run the other tables.
         late: Whether somebody else calls ``build``.
 
     Attributes:
@@ -42,8 +60,9 @@ class Touched(nn.Module):
         kept: What functions keep for later ones.
     """
 
-    def __init__(self, *args: Any, late: bool = False) -> None:
+    def __init__(self, *args: Any, terms: bool = False, late: bool = False) -> None:
         super().__init__(*args)
+        self.terms = terms
         self.seen: list[Any] = []
         self.kept: dict[str, Any] = {}
         if not late:
@@ -52,7 +71,7 @@ class Touched(nn.Module):
     def build(self) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(
-            nn.Linear(WIDTH, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 1)
+            nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 6), nn.Tanh(), nn.Linear(6, 1)
         )
         self.mean = copy.deepcopy(self.net).requires_grad_(False)
 
@@ -61,11 +80,39 @@ class Touched(nn.Module):
 
 
 def make_optimizer(module: Touched) -> torch.optim.Optimizer:
+    """Return an optimizer with two groups, hooks, and the state of one that has stepped before."""
     matrices = [param for param in module.net.parameters() if param.ndim >= 2]
     others = [param for param in module.net.parameters() if param.ndim < 2]
     module.seen.append((len(matrices), len(others), sum(param.numel() for param in module.parameters())))
-    groups = [{"params": matrices, "weight_decay": 0.3, "lr": 0.02}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-3)
+
+    def optimize(matrices: list[nn.Parameter], others: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": matrices, "weight_decay": 0.3, "lr": 0.02}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-3)
+
+    optimizer = optimize(matrices, others)
+    optimizer.load_state_dict(stepped(optimize(*map(of_the_same_shapes, (matrices, others)))).state_dict())
+    module.kept["optimizer"] = optimizer
+    optimizer.register_step_pre_hook(lambda given, *_: scale_rates(given, 1.01))
+    optimizer.register_step_post_hook(lambda given, *_: module.seen.append(given.param_groups[0]["lr"]))
+    return optimizer
+
+
+def of_the_same_shapes(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(param.shape)) for param in params]
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Let an optimizer of parameters in memory step with gradients of ones."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+def scale_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
 
 
 def batches(terms: bool) -> list[torch.Tensor]:
@@ -76,10 +123,10 @@ def batches(terms: bool) -> list[torch.Tensor]:
 
 
 def loss_of(
-    module: Touched, forward: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor, step: int, terms: bool
+    module: Touched, forward: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor, step: int
 ) -> torch.Tensor:
     """Return a loss, with the term of the step if terms are asked for."""
-    name = list(TERMS)[step // STEPS_PER_TERM] if terms else ""
+    name = list(TERMS)[step // STEPS_PER_TERM] if module.terms else ""
     before = TERMS[name](module) if name.startswith("before") else 0
     weight = module.net[3].weight  # looked up before the forward that releases it
     with autocast() if name == "autocast" else nullcontext():
@@ -104,17 +151,18 @@ def autocast() -> Iterator[None]:
 
 
 def between_backward_and_step(module: Touched, step: int) -> None:
-    name = list(GRADIENTS)[step % len(GRADIENTS)]
-    module.seen.append((name, GRADIENTS[name](module)))
+    if not module.terms:
+        name = list(GRADIENTS)[step % len(GRADIENTS)]
+        module.seen.append((name, GRADIENTS[name](module)))
 
 
 @torch.no_grad()
 def after_step(module: Touched, step: int) -> None:
-    names = list(WRITES)
+    names = [] if module.terms else list(WRITES)
     if step < len(names):
         WRITES[names[step]](module)
         module.seen.append((names[step], sums(module)))
-    elif step == len(names):
+    elif step == len(names) and not module.terms:
         module.seen.extend((name, read(module)) for name, read in READS.items())
 
 
@@ -126,10 +174,6 @@ def sums(module: Touched) -> list[float]:
 def _keep(module: Touched) -> None:
     module.kept["state"] = {name: value.clone() for name, value in module.net.state_dict().items()}
     module.kept["alias"] = module.net[0].weight.data
-
-
-def _restore(module: Touched) -> None:
-    module.net.load_state_dict(module.kept["state"])
 
 
 def _average(module: Touched) -> None:
@@ -153,6 +197,91 @@ def _copy_whole(module: Touched) -> None:
     module.kept["forward"] = float(copied(torch.ones(3, WIDTH)).sum())
 
 
+def _draw(module: Touched) -> None:
+    torch.manual_seed(3)
+    nn.init.normal_(module.net[0].weight, std=0.1)
+    module.net[0].weight.data[1].uniform_()
+    nn.init.orthogonal_(module.net[3].weight)  # which torch lacks in 16 bit
+
+
+def _follow_outside(module: Touched) -> None:
+    """Average in tensors that are no parameters, by lists, and as latent diffusion's LitEma does."""
+    shadow = module.kept.setdefault("mean", [torch.zeros(param.shape) for param in module.net.parameters()])
+    torch._foreach_lerp_(shadow, [param.detach() for param in module.net.parameters()], 1 - DECAY)
+    shadow[1].copy_(module.net[0].bias.detach())
+    own = shadow[0].type_as(module.net[0].weight)
+    assert own is shadow[0] and shadow[0].to(module.net[0].weight.data) is own
+    own.sub_((1 - DECAY) * (own - module.net[0].weight))
+
+
+def is_partitioned(param: nn.Parameter) -> bool:
+    return hasattr(param, "ds_id")
+
+
+def gathered(params: list[nn.Parameter]) -> Any:
+    """Gather parameters by DeepSpeed's context, in which the first process may write."""
+    return deepspeed.zero.GatheredParameters(params, modifier_rank=0, enabled=is_partitioned(params[0]))
+
+
+def _write_gathered(module: Touched) -> None:
+    with gathered([*module.net.parameters(), *module.mean.parameters()]):
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            module.net[0].weight[3:7] = 0.25
+            module.net[2].weight.fill_(1.25)
+            module.mean[3].weight.zero_()
+
+
+def _only_gather(module: Touched) -> None:
+    with gathered(list(module.net.parameters())):
+        pass
+
+
+def _set_masters(module: Touched) -> None:
+    weight, bias = module.net[3].weight, module.net[3].bias
+    if is_partitioned(weight):
+        safe_set_full_fp32_param(weight, torch.full(tuple(weight.shape), 0.1001))
+        safe_set_local_fp32_param(bias, torch.full_like(safe_get_local_fp32_param(bias), 0.3))
+    else:
+        weight.fill_(0.1001)
+        bias.fill_(0.3)
+
+
+def master(param: nn.Parameter) -> torch.Tensor:
+    return safe_get_full_fp32_param(param) if is_partitioned(param) else param.detach()  # type: ignore[no-any-return]
+
+
+def _change_moments(module: Touched) -> None:
+    for param in module.net[3].parameters():
+        if is_partitioned(param):
+            safe_set_full_optimizer_state(param, safe_get_full_optimizer_state(param, "exp_avg") * 0.5, "exp_avg")
+            second = safe_get_local_optimizer_state(param, "exp_avg_sq") * 2
+            safe_set_local_optimizer_state(param, second, "exp_avg_sq")
+        else:
+            module.kept["optimizer"].state[param]["exp_avg"].mul_(0.5)
+            module.kept["optimizer"].state[param]["exp_avg_sq"].mul_(2)
+
+
+def moment(module: Touched, param: nn.Parameter) -> torch.Tensor:
+    if is_partitioned(param):
+        return safe_get_full_optimizer_state(param, "exp_avg_sq")  # type: ignore[no-any-return]
+    return module.kept["optimizer"].state[param]["exp_avg_sq"]  # type: ignore[no-any-return]
+
+
+def _change_gradients(module: Touched) -> None:
+    first, second, third = module.net[0].weight, module.net[0].bias, module.net[3].weight
+    if is_partitioned(first):
+        safe_set_full_grad(first, safe_get_full_grad(first) * 0.5)
+        safe_set_local_grad(second, safe_get_local_grad(second) * 3)
+        safe_update_full_grad_vectorized([third], lambda gradient, param: gradient * 2)
+    else:
+        for param, factor in ((first, 0.5), (second, 3), (third, 2)):
+            param.grad.mul_(factor)
+
+
+def gradient(param: nn.Parameter) -> Any:
+    return safe_get_full_grad(param) if is_partitioned(param) else param.grad
+
+
 def _swap(module: Touched) -> None:
     for mean, own in _pairs(module):
         mean.data, own.data = own.data, mean.data
@@ -163,26 +292,46 @@ def _pairs(module: Touched) -> list[tuple[nn.Parameter, nn.Parameter]]:
 
 
 WRITES: dict[str, Callable[[Touched], object]] = {
+    "mul_ of data": lambda m: [param.data.mul_(DECAY) for param in m.net.parameters()],
+    "foreach of data": lambda m: torch._foreach_mul_([param.data for param in m.net.parameters()], DECAY),
     "lerp_": lambda m: [mean.lerp_(own, 0.5) for mean, own in _pairs(m)],
     "mul_ and add_ of data": lambda m: [mean.data.mul_(0.5).add_(own.data, alpha=0.5) for mean, own in _pairs(m)],
     "foreach": lambda m: torch._foreach_lerp_(list(m.mean.parameters()), list(m.net.parameters()), 0.5),  # type: ignore[attr-defined]
+    "a mean of tensors": _follow_outside,
     "clamp_": lambda m: [param.clamp_(-0.3, 0.3) for param in m.net.parameters()],
     "one row": lambda m: m.net[0].weight.__setitem__(slice(2, 4), 0.5),
-    "a mask": lambda m: m.net[3].weight.__setitem__(m.net[3].weight > 0.1, 0.1),
+    "every third row": lambda m: m.net[0].weight.data[2:14:3].mul_(DECAY),
+    "columns": lambda m: m.net[0].weight[:, 2:4].add_(1e-4),
+    "a row of the transpose": lambda m: m.net[0].weight.T[0].clamp_(-0.01, 0.01),
+    "a mask": lambda m: m.net[3].weight.__setitem__(m.net[3].weight > 0.1, 0.125),
+    "masked_scatter_": lambda m: m.net[3].weight.masked_scatter_(
+        m.net[3].weight < -0.1, torch.full((6 * HIDDEN,), -1 / 7)
+    ),
     "a column of data": lambda m: m.net[0].weight.data[:, 1].zero_(),
     "nn.init": lambda m: nn.init.constant_(m.net[3].bias, 0.1),
+    "random numbers": _draw,
     "data assigned": lambda m: setattr(m.net[5].weight, "data", m.net[5].weight.data * 0.5),
     "data swapped": _swap,
     "set_": lambda m: m.net[3].bias.set_(torch.full((6,), 0.3)),
     "index_fill_": lambda m: m.net[0].weight.index_fill_(0, torch.tensor([5]), 0.2),
+    "index_copy_": lambda m: m.net[0].weight.index_copy_(0, torch.tensor([7]), torch.full((1, WIDTH), 1 / 3)),
+    "addmm_": lambda m: m.net[0].weight.addmm_(torch.full((HIDDEN, 2), DECAY), torch.full((2, WIDTH), 1e-3)),
     "out=": lambda m: torch.mul(m.net[3].weight.data, 0.9, out=m.net[3].weight.data),
     "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(
         nn.utils.parameters_to_vector(m.net.parameters()) * 0.9, m.net.parameters()
     ),
     "a norm": lambda m: m.net[0].weight.div_(m.net[0].weight.norm(dim=1, keepdim=True).clamp_(min=1.0)),
+    "copied back": lambda m: [param.copy_(param.detach().clone()) for param in m.net.parameters()],
+    "in gathered parameters": _write_gathered,
+    "nothing in gathered parameters": _only_gather,
+    "masters": _set_masters,
+    "moments": _change_moments,
     "keep": _keep,
     "a kept alias": lambda m: m.kept["alias"].mul_(0.5),
-    "restore": _restore,
+    "restore": lambda m: m.net.load_state_dict(m.kept["state"]),
+    "a scaled state dict": lambda m: m.mean.load_state_dict(
+        {name: value.float() * DECAY for name, value in m.net.state_dict().items()}
+    ),
     "AveragedModel": _average,
     "deepcopy of a module": _copy_whole,
     "reset_parameters": lambda m: (torch.manual_seed(3), m.net[3].reset_parameters()),
@@ -212,6 +361,9 @@ READS: dict[str, Callable[[Touched], object]] = {
     "zeros_like": lambda m: tuple(torch.zeros_like(m.net[0].weight).shape),
     "dtype and device": lambda m: (str(m.net[0].weight.dtype), str(m.net[0].weight.device), m.net[0].weight.is_leaf),
     "any nan": lambda m: any(bool(torch.isnan(p).any()) for p in m.parameters()),
+    "a mean of tensors": lambda m: [mean.tolist() for mean in m.kept["mean"]],
+    "masters": lambda m: [float(master(param).sum()) for param in m.net.parameters()],
+    "moments": lambda m: [float(moment(m, param).sum()) for param in m.net.parameters()],
     "the copied module": lambda m: m.kept["forward"],
 }
 
@@ -225,6 +377,8 @@ GRADIENTS: dict[str, Callable[[Touched], object]] = {
     "assigned": lambda m: [setattr(p, "grad", torch.ones_like(p) * 1e-3) for p in m.net.parameters()] and None,
     "one element": lambda m: m.net[0].weight.grad[0].zero_() is None,  # type: ignore[index]
     "nan check": lambda m: any(bool(torch.isnan(p.grad).any()) for p in m.net.parameters() if p.grad is not None),
+    "safe_set_*": _change_gradients,
+    "safe_get_full_grad": lambda m: [float(gradient(param).abs().sum()) for param in m.net.parameters()],
     "sum": lambda m: sum(float(p.grad.abs().sum()) for p in m.net.parameters() if p.grad is not None),
 }
 
@@ -264,10 +418,6 @@ TERMS: dict[str, Callable[[Touched], torch.Tensor]] = {
 class LitTouched(Touched, pl.LightningModule):
     """Runs the tables in hooks of Lightning."""
 
-    def __init__(self, *, terms: bool, late: bool) -> None:
-        super().__init__(late=late)
-        self.terms = terms
-
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
             self.build()
@@ -276,15 +426,13 @@ class LitTouched(Touched, pl.LightningModule):
         return make_optimizer(self)
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        return loss_of(self, self.net, batch, index, self.terms)
+        return loss_of(self, self.net, batch, index)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self.terms:
-            between_backward_and_step(self, self.global_step)
+        between_backward_and_step(self, self.global_step)
 
     def on_train_batch_end(self, outputs: object, batch: torch.Tensor, index: int) -> None:
-        if not self.terms:
-            after_step(self, index)
+        after_step(self, index)
 
     def train_dataloader(self) -> Any:
         return DataLoader(batches(self.terms), batch_size=None)  # type: ignore[arg-type]
@@ -313,19 +461,17 @@ def by_fabric(
     fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
     fabric.launch()
     with fabric.init_module():
-        module = Touched(late=not late)
+        module = Touched(terms=terms, late=not late)
     if not late:
         module.build()
     model, optimizer = fabric.setup(module, make_optimizer(module))
     touched: Any = model
     for step, batch in enumerate(batches(terms)):
-        fabric.backward(loss_of(touched, model, batch, step, terms))
-        if not terms:
-            between_backward_and_step(touched, step)
+        fabric.backward(loss_of(touched, model, batch, step))
+        between_backward_and_step(touched, step)
         optimizer.step()
         optimizer.zero_grad()
-        if not terms:
-            after_step(touched, step)
+        after_step(touched, step)
     module.seen.append(sums(module))
     if options is not None:
         strategy.close()
@@ -353,16 +499,14 @@ def by_transformers(
             return self.optimizer
 
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            return loss_of(self.model, model, inputs["x"][0], self.state.global_step, terms)
+            return loss_of(self.model, model, inputs["x"][0], self.state.global_step)
 
     class Hooks(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if not terms:
-                between_backward_and_step(kwargs["model"], state.global_step)
+            between_backward_and_step(kwargs["model"], state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if not terms:
-                after_step(kwargs["model"], state.global_step - 1)
+            after_step(kwargs["model"], state.global_step - 1)
 
     def train(config: dict[str, Any] | None) -> list[Any]:
         args = transformers.TrainingArguments(
@@ -380,6 +524,7 @@ def by_transformers(
             deepspeed=config,
         )
         model: Any = Model.from_pretrained(root / "model") if late else Model(transformers.PretrainedConfig())
+        model.terms = terms
         data: Any = [{"x": batch} for batch in batches(terms)]
         Trainer(model=model, args=args, train_dataset=data, callbacks=[Hooks()]).train()
         model.seen.append(sums(model))
@@ -405,6 +550,5 @@ def on_each_rank(out: Path) -> dict[tuple[str, bool], list[Any]]:
     """Return what each door but transformers' Trainer sees, which has one process on CPUs."""
     return {
         (door, terms): DOORS[door](out, {}, terms=terms, late=not terms, devices=2)
-        for door in ("Lightning", "Fabric")
-        for terms in (False, True)
+        for door, terms in (("Lightning", False), ("Lightning", True), ("Fabric", False))
     }

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity import TransferConfig
+from tests.helpers.plain import assert_alike
 from tests.helpers.ranks import on_ranks
-from tests.training.everyday_code import DOORS, GRADIENTS, READS, TERMS, WRITES, on_each_rank
+from tests.training.everyday_code import DOORS, on_each_rank
 
-BACKWARD = {"overlap": "backward"}
+# Some parameters are gathered for a write, and smaller ones stay whole.
+BACKWARD = {"overlap": "backward", "zero": {"stage3_param_persistence_threshold": 64}}
 ON_STORAGE = {
     "state_format": "fp32",
     "zero": {"offload_param": {"device": "nvme"}},
@@ -28,33 +30,11 @@ def in_memory(door: str, terms: bool) -> list[Any]:
         return DOORS[door](Path(folder), None, terms=terms)
 
 
-def assert_same(seen: list[Any], door: str, terms: bool) -> None:
-    """Assert that a training saw what it sees in memory, to the rounding of sums in another order."""
-    expected = in_memory(door, terms)
-    assert len(seen) == len(expected)
-    for ours, theirs in zip(seen, expected, strict=True):
-        if isinstance(theirs, tuple) and theirs and isinstance(theirs[0], str):
-            assert ours[0] == theirs[0]
-            assert flat(ours[1]) == pytest.approx(flat(theirs[1]), rel=1e-4, abs=1e-6), ours[0]
-        else:
-            assert flat(ours) == pytest.approx(flat(theirs), rel=1e-4, abs=1e-6)
-
-
-def flat(value: Any) -> list[Any]:
-    """Return the numbers of a nested value; text becomes its hash."""
-    if isinstance(value, dict):
-        return [number for key, each in sorted(value.items()) for number in (*flat(key), *flat(each))]
-    if isinstance(value, (list, tuple)):
-        return [number for each in value for number in flat(each)]
-    return [float(hash(value) % 1000) if isinstance(value, str) else float(value or 0)]
-
-
 @pytest.mark.parametrize(
     ("door", "options", "late"),
     [
         ("Lightning", {"overlap": "none"}, True),
         ("Lightning", BACKWARD, False),
-        ("Lightning", ON_STORAGE, False),
         ("Lightning", ON_STORAGE, True),
         ("Fabric", BACKWARD, False),
         ("Fabric", ON_STORAGE, True),
@@ -66,19 +46,17 @@ def test_hooks_read_and_write_parameters_and_gradients(
     door: str, options: dict[str, Any], late: bool, tmp_path: Path
 ) -> None:
     """Groups by shape, writes, reads and gradients are those of memory, one after the other in one training."""
-    assert len(WRITES) > 15 and len(READS) > 15 and len(GRADIENTS) > 8
-    assert_same(DOORS[door](tmp_path, options, late=late), door, False)
+    assert_alike(DOORS[door](tmp_path, options, late=late), in_memory(door, False))
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_terms_of_the_loss_over_parameters(door: str, tmp_path: Path) -> None:
     """Penalties train as in memory, before or after the forward, over parameters, views and kept ones."""
-    assert len(TERMS) > 8
-    assert_same(DOORS[door](tmp_path, BACKWARD, terms=True), door, True)
+    assert_alike(DOORS[door](tmp_path, BACKWARD, terms=True), in_memory(door, True))
 
 
 def test_two_processes(tmp_path: Path) -> None:
     """Both ranks see what one process sees of the same data."""
     for of_rank in on_ranks(on_each_rank, tmp_path):
         for (door, terms), seen in of_rank.items():
-            assert_same(seen, door, terms)
+            assert_alike(seen, in_memory(door, terms))

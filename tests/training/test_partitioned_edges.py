@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn
 
-from lightning_smartinfinity import SmartInfinityStrategy, UnsupportedError
+from lightning_smartinfinity import SmartInfinityStrategy, StorageError, UnsupportedError
 from lightning_smartinfinity.zero3.parameters import gather_methods, param_swapper
 from lightning_smartinfinity.zero3.parameters.status import Status
 from tests.helpers import native_testing as testing
@@ -22,26 +23,7 @@ from tests.helpers.waiting import LIMIT
 from tests.training.small import Small, assert_as_in_memory, changed, fitted
 
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
-
-
-def test_a_read_waits_for_the_update_whatever_is_gathered_with_it(tmp_path: Path) -> None:
-    """A trained bias beside a frozen weight, gathered together, has its new value, also in the next forward."""
-
-    def freeze(module: Small) -> None:
-        for name, param in module.named_parameters():
-            param.requires_grad_("bias" in name)
-
-    def slow_down(module: Small) -> None:
-        if isinstance(module.trainer.strategy, SmartInfinityStrategy):
-            optimizer: Any = module.trainer.strategy._training_optimizer
-            testing.inject(optimizer.update.drained_handler()._device._pipeline, max_delay_us=50_000)
-
-    def read(module: Small) -> float:
-        both = [module.net[0].weight, module.net[0].bias]
-        return float(torch.cat([param.detach().flatten() for param in both]).sum())
-
-    make = changed(freeze, on_train_start=slow_down, on_train_batch_end=read)
-    assert_as_in_memory(tmp_path, make, SmartInfinityStrategy(tmp_path / "s", overlap="forward"))
+CLONE = r"param\.(detach\(\)\.)?clone\(\)"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +31,6 @@ def test_a_read_waits_for_the_update_whatever_is_gathered_with_it(tmp_path: Path
     [
         lambda params: sum(param.pow(2).sum() for param in params),
         lambda params: nn.utils.parameters_to_vector(params).pow(2).sum(),
-        lambda params: torch.cat([param.flatten() for param in params]).pow(2).sum(),
     ],
 )
 def test_a_penalty_stays_within_the_budget_of_parameters(
@@ -129,16 +110,22 @@ def gather(module: Small) -> float:
 
 
 @torch.no_grad()
-def double(module: Small) -> None:
+def enlarge(module: Small) -> None:
     params = list(module.net[2].parameters())
     with deepspeed.zero.GatheredParameters(params, enabled=hasattr(params[0], "ds_id")):
-        params[0].mul_(2)
+        params[0].mul_(1.1)
 
 
 @torch.no_grad()
-def halve(module: Small) -> None:
+def halve(module: Small, *, by_data: bool = False) -> None:
     for param in module.parameters():
-        param.mul_(0.5)
+        (param.data if by_data else param).mul_(0.5)
+        if hasattr(param, "ds_id"):
+            assert torch.equal(safe_get_full_fp32_param(param), param)
+
+
+def run_all(module: Small) -> None:
+    module.net(torch.ones(2, 8))
 
 
 class Scale(nn.Parameter):
@@ -173,32 +160,116 @@ def use_parameters(module: Any) -> torch.Tensor:
     return 0.1 * total + module.parts(module.gate)[0] + module.net[0](module.gate)[1]  # type: ignore[no-any-return]
 
 
-AS_IN_MEMORY: dict[str, Callable[[], Small]] = {
-    "a write in forward": changed(
-        normalize, on_train_batch_end=lambda m: float(m.net[2].weight.detach().norm(dim=1).max())
+def train_biases_slowly(module: Small) -> None:
+    for name, param in module.named_parameters():
+        param.requires_grad_("bias" in name)
+    module.on_train_start = lambda: slow_down(module)  # type: ignore[method-assign]
+
+
+def slow_down(module: Small) -> None:
+    if isinstance(module.trainer.strategy, SmartInfinityStrategy):
+        optimizer: Any = module.trainer.strategy._training_optimizer
+        testing.inject(optimizer.update.drained_handler()._device._pipeline, max_delay_us=50_000)
+
+
+def read_together(module: Small) -> float:
+    """Return the sum of a trained bias and a frozen weight, which are gathered together."""
+    return float(torch.cat([param.detach().flatten() for param in (module.net[0].weight, module.net[0].bias)]).sum())
+
+
+def add_gate(module: Any) -> None:
+    module.gate = nn.Linear(4, 4)
+
+
+def read_by_thread(module: Any) -> float:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: float(next(module.gate.parameters()).sum())).result(LIMIT)
+
+
+def gather_by_thread(module: Any) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        params = deepspeed.zero.GatheredParameters(list(module.parameters()))
+        thread.submit(params.__enter__).result(LIMIT)
+
+
+def threads_are_refused(module: Any) -> torch.Tensor:
+    for use in (read_by_thread, gather_by_thread) if hasattr(next(module.parameters()), "ds_id") else ():
+        with pytest.raises(UnsupportedError, match="while another thread ran forward"):
+            use(module)
+    return torch.zeros(())
+
+
+class Squares(torch.autograd.Function):
+    """The sum of the squares of tensors, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.stack([tensor.pow(2).sum() for tensor in tensors]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return tuple(2 * gradient * tensor for tensor in ctx.saved_tensors)
+
+
+def squares(module: Any, give: Callable[[Any], torch.Tensor] = torch.clone) -> Any:
+    return Squares.apply(*map(give, module.gate.parameters()))  # type: ignore[no-untyped-call]
+
+
+AS_IN_MEMORY: dict[str, tuple[Callable[[], Small], dict[str, Any]]] = {
+    "a write in forward": (
+        changed(normalize, on_train_batch_end=lambda m: float(m.net[2].weight.detach().norm(dim=1).max())),
+        {},
     ),
-    "a write in forward by data": changed(lambda module: normalize(module, by_data=True)),
-    "reads and writes in inference mode": lambda: Small(on_validation_epoch_end=swap),
-    "all are gathered after a validation of a part": lambda: Small(on_validation_epoch_end=gather),
-    "a write in gathered parameters without a rank": lambda: Small(on_train_batch_end=double),
-    "a class of the user's own": changed(
-        lambda module: setattr(module, "factor", Scale(torch.ones(4))),
-        term=lambda module: 0.1 * module.factor.scaled().sum(),
-        on_train_batch_end=lambda module: float(module.factor.scaled().sum()),
+    "a write in forward by data": (changed(lambda module: normalize(module, by_data=True)), {}),
+    "reads and writes in inference mode": (lambda: Small(on_validation_epoch_end=swap), {}),
+    "all are gathered after a validation of a part": (lambda: Small(on_validation_epoch_end=gather), {}),
+    "a write in gathered parameters without a rank": (lambda: Small(on_train_batch_end=enlarge), {}),
+    # An update that begins within backward has what was written to parameters that a validation has left whole.
+    "writes after a validation": (
+        lambda: Small(validation_step=run_all, on_validation_end=halve),
+        {"overlap": "backward"},
     ),
-    "parameters as inputs of modules": changed(
-        add_users_of_parameters,
-        term=use_parameters,
-        on_train_batch_end=lambda module: float(module.act(module.gate).sum() + module.parts(module.gate)[2]),
+    "writes of data after a validation": (
+        lambda: Small(validation_step=run_all, on_validation_end=partial(halve, by_data=True)),
+        {"overlap": "backward"},
     ),
+    "a class of the user's own": (
+        changed(
+            lambda module: setattr(module, "factor", Scale(torch.ones(4))),
+            term=lambda module: 0.1 * module.factor.scaled().sum(),
+            on_train_batch_end=lambda module: float(module.factor.scaled().sum()),
+        ),
+        {},
+    ),
+    "parameters as inputs of modules": (
+        changed(
+            add_users_of_parameters,
+            term=use_parameters,
+            on_train_batch_end=lambda module: float(module.act(module.gate).sum() + module.parts(module.gate)[2]),
+        ),
+        {"zero": NOTHING_PERSISTS},
+    ),
+    "a read beside a slow update": (
+        changed(train_biases_slowly, on_train_batch_end=read_together),
+        {"overlap": "forward"},
+    ),
+    "another thread reads between steps": (
+        changed(add_gate, term=threads_are_refused, on_train_batch_end=read_by_thread),
+        {"zero": NOTHING_PERSISTS},
+    ),
+    "a function of the user's own takes clones": (changed(add_gate, term=squares), {}),
 }
 
 
 @pytest.mark.parametrize("name", AS_IN_MEMORY)
 def test_it_trains_as_in_memory(name: str, tmp_path: Path) -> None:
-    """Losses, what hooks see and the weights at the end are those of a fit in memory."""
-    zero = NOTHING_PERSISTS if "inputs" in name else {}
-    assert_as_in_memory(tmp_path, AS_IN_MEMORY[name], SmartInfinityStrategy(tmp_path / "s", zero=zero))
+    """Losses, what hooks see and the weights at the end are those of a fit in memory.
+
+    Within forward another thread is refused, whatever it would gather by.
+    """
+    make, settings = AS_IN_MEMORY[name]
+    assert_as_in_memory(tmp_path, make, SmartInfinityStrategy(tmp_path / "s", **settings), max_epochs=3)
 
 
 def test_parameters_answer_after_the_fit_and_before_the_next(tmp_path: Path) -> None:
@@ -217,39 +288,71 @@ def test_gradients_are_gone_after_the_step(tmp_path: Path) -> None:
             kept[-1].sum()
         return -1.0
 
-    def keep(module: Small) -> None:
-        kept.append(module.net[0].weight.grad)
-
-    assert -1.0 in fitted(tmp_path, Small(on_after_backward=keep, on_train_batch_end=look)).seen
+    module = Small(on_after_backward=lambda module: kept.append(module.net[0].weight.grad), on_train_batch_end=look)
+    assert -1.0 in fitted(tmp_path, module).seen
 
 
-def test_a_parameter_keeps_its_shape(tmp_path: Path) -> None:
-    """Data of another shape, and operations that would give a parameter other memory, raise."""
+IN_HOOKS: dict[str, tuple[Callable[[Small], object], type[Exception], str]] = {
+    "data of another shape": (
+        lambda module: setattr(module.net[0].weight, "data", torch.zeros(2, 2)),
+        UnsupportedError,
+        r"given the shape \(2, 2\)",
+    ),
+    "resize_": (lambda module: module.net[0].weight.data.resize_(2, 2), UnsupportedError, ""),
+    "set_": (lambda module: module.net[0].weight.data.set_(torch.zeros(2)), UnsupportedError, ""),
+    "t_": (torch.no_grad()(lambda module: module.net[0].weight.t_()), UnsupportedError, "another shape"),
+    "a parameter of a parameter": (lambda module: nn.Parameter(module.net[0].weight), UnsupportedError, CLONE),
+    "vmap": (lambda module: torch.vmap(torch.norm)(module.net[0].weight), UnsupportedError, CLONE),
+    "jacrev": (
+        lambda module: torch.func.jacrev(lambda x: module.net[0].weight @ x)(torch.ones(8)),
+        UnsupportedError,
+        CLONE,
+    ),
+    "a write with a graph": (lambda module: module.net[0].weight.mul_(2), RuntimeError, "leaf Variable"),
+    # DeepSpeed would train with it.
+    "a gradient of another shape": (
+        lambda module: setattr(module.net[0].weight, "grad", torch.ones(8, 32)),
+        UnsupportedError,
+        r"gradient of shape \(8, 32\)",
+    ),
+    "a gradient of a frozen parameter": (
+        lambda module: setattr(module.net[4].weight, "grad", torch.ones(1, 32)),
+        UnsupportedError,
+        "not being trained",
+    ),
+    # It would crash in the next operation.
+    "the data of a tensor outside": (
+        lambda module: setattr(torch.zeros(32, 8), "data", module.net[0].weight.data),
+        RuntimeError,
+        "incompatible tensor type",
+    ),
+}
 
-    def try_all(module: Small) -> float:
-        weight = module.net[0].weight
-        with pytest.raises(UnsupportedError, match=r"given the shape \(2, 2\)"):
-            weight.data = torch.zeros(2, 2)
-        for change in (lambda: weight.data.resize_(2, 2), lambda: weight.data.set_(torch.zeros(2))):
-            with pytest.raises(UnsupportedError):
-                change()
-        for function in (nn.Parameter, torch.vmap(torch.norm), torch.func.jacrev(lambda x: weight @ x)):
-            with pytest.raises(UnsupportedError, match=r"param\.(detach\(\)\.)?clone\(\)"):
-                function(weight if function is not None and "jac" not in str(function) else torch.ones(8))
-        with pytest.raises(UnsupportedError, match="another shape"), torch.no_grad():
-            weight.t_()
-        with pytest.raises(RuntimeError, match="leaf Variable"), torch.enable_grad():
-            weight.mul_(2)
-        return -1.0
 
-    assert -1.0 in fitted(tmp_path, Small(on_train_batch_end=try_all)).seen
+def test_what_would_spoil_a_parameter_is_refused(tmp_path: Path) -> None:
+    """Parameters keep shape and memory, whatever a hook does between steps, and train on as in memory."""
+
+    def try_all(module: Small) -> None:
+        if isinstance(module.trainer.strategy, SmartInfinityStrategy):
+            for act, error, match in IN_HOOKS.values():
+                with torch.enable_grad(), pytest.raises(error, match=match):
+                    act(module)
+            tried.append(True)
+
+    tried: list[bool] = []
+    make = changed(lambda module: module.net[4].weight.requires_grad_(False), on_train_batch_end=try_all)
+    assert_as_in_memory(tmp_path, make)
+    assert tried
 
 
 def test_gradients_in_fp16_have_no_loss_scale(tmp_path: Path) -> None:
-    """Clipping by hand in fp16 sees the norms of fp32, and trains as with them."""
+    """Clipping by hand in fp16 sees the norms of fp32, and trains as with them. DeepSpeed's own functions scale."""
 
     class Clipping(Small):
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            for param in self.net.parameters() if hasattr(self.net[0].weight, "ds_id") else ():
+                scaled = param.grad * self.trainer.strategy.optimizers[0].loss_scale
+                torch.testing.assert_close(safe_get_full_grad(param), scaled, equal_nan=True)
             norm = float(nn.utils.clip_grad_norm_(self.net.parameters(), 0.05))
             if norm < 1e3:  # a skipped step has infinite ones
                 self.seen.append(norm)
@@ -301,103 +404,9 @@ def test_a_weight_that_a_graph_needs_is_not_changed(strategy: Any, tmp_path: Pat
     fitted(tmp_path / "data", Small(term=lambda module: change(module, by_data=True)), strategy)
 
 
-def test_another_thread_reads_between_steps_only(tmp_path: Path) -> None:
-    """Within forward it is refused, whatever it would gather by, and the training goes on as in memory."""
-
-    def read(module: Any) -> Any:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(lambda: float(next(module.gate.parameters()).sum())).result(LIMIT)
-
-    def gather(module: Small) -> None:
-        with ThreadPoolExecutor(1) as thread:
-            params = deepspeed.zero.GatheredParameters(list(module.parameters()))
-            thread.submit(params.__enter__).result(LIMIT)
-
-    def refused(module: Any) -> torch.Tensor:
-        for use in (read, gather) if hasattr(next(module.parameters()), "ds_id") else ():
-            with pytest.raises(UnsupportedError, match="while another thread ran forward"):
-                use(module)
-        return torch.zeros(())
-
-    make = changed(lambda module: setattr(module, "gate", nn.Linear(4, 4)), term=refused, on_train_batch_end=read)
-    assert_as_in_memory(tmp_path, make, SmartInfinityStrategy(tmp_path / "s", zero=NOTHING_PERSISTS))
-
-
-def test_a_tensor_outside_is_not_given_data_without_memory(tmp_path: Path) -> None:
-    """Torch refuses it by its kind of device; it would crash in the next operation otherwise."""
-
-    def tie(module: Small) -> float:
-        for outside in (nn.Parameter(torch.zeros(32, 8)), torch.zeros(32, 8)):
-            with pytest.raises(RuntimeError, match="incompatible tensor type"):
-                outside.data = module.net[0].weight.data
-            assert float(outside.sum()) == 0
-        assert module.net[0].weight.data.device == torch.device("cpu")
-        return -1.0
-
-    assert -1.0 in fitted(tmp_path, Small(on_train_batch_end=tie)).seen
-
-
-@pytest.mark.parametrize(
-    ("overlap", "directly"), [("none", True), ("forward", False), ("backward", True), ("backward", False)]
-)
-def test_a_write_after_validation_is_in_the_next_step(overlap: str, directly: bool, tmp_path: Path) -> None:
-    """Validation leaves small parameters whole; an update that begins within backward has what was written to them.
-
-    So has what is read of the masters at once.
-    """
-
-    class Validated(Small):
-        def validation_step(self, batch: torch.Tensor, index: int) -> None:
-            self.net(batch)
-
-        @torch.no_grad()
-        def on_validation_end(self) -> None:
-            for param in self.parameters():
-                (param if directly else param.data).mul_(0.5)
-                if hasattr(param, "ds_id"):
-                    assert torch.equal(safe_get_full_fp32_param(param), param)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    strategy = SmartInfinityStrategy(tmp_path / "s", overlap=overlap)
-    assert_as_in_memory(tmp_path, Validated, strategy, max_epochs=3)
-
-
-def test_a_term_within_gathered_parameters_is_refused(tmp_path: Path) -> None:
-    """Backward finds the parameters partitioned again; the error says to leave the context out."""
-
-    def term(module: Small) -> Any:
-        with deepspeed.zero.GatheredParameters(list(module.parameters())):
-            return sum(param.pow(2).sum() for param in module.parameters())
-
-    with pytest.raises(UnsupportedError, match=r"outside of deepspeed\.zero\.GatheredParameters"):
-        fitted(tmp_path, Small(term=term))
-
-
-class Squares(torch.autograd.Function):
-    """The sum of the squares of tensors, with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.stack([tensor.pow(2).sum() for tensor in tensors]).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return tuple(2 * gradient * tensor for tensor in ctx.saved_tensors)
-
-
-def test_a_function_of_the_users_takes_clones(tmp_path: Path) -> None:
-    """Torch does not ask parameters that it is given; the error says to pass clones, which train as in memory."""
-
-    def make(give: Callable[[Any], torch.Tensor]) -> Small:
-        term = lambda module: Squares.apply(*map(give, module.gate.parameters()))  # type: ignore[no-untyped-call]  # noqa: E731
-        return changed(lambda module: setattr(module, "gate", nn.Linear(4, 4)), term=term)()
-
-    with pytest.raises(UnsupportedError, match=r"torch\.autograd\.Function of your own param\.clone\(\)"):
-        fitted(tmp_path / "given", make(lambda param: param))
-    assert_as_in_memory(tmp_path, lambda: make(torch.clone))
+def sum_of_gathered(module: Small) -> Any:
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        return sum(param.pow(2).sum() for param in module.parameters())
 
 
 def add_positions(module: Small) -> torch.Tensor:
@@ -406,17 +415,35 @@ def add_positions(module: Small) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("term", "named"),
+    ("term", "precision", "named"),
     [
-        (add_positions, r"dtypes of its inputs.*value\.to\(x\.dtype\)"),  # autocast would cast a table in memory
-        (lambda module: module.net[0].weight.detach().numpy(), r"BFloat16.*use param\.data\.float\(\)"),
-        (lambda module: torch.linalg.svdvals(module.net[0].weight), r"BFloat16.*use param\.data\.float\(\)"),
+        (sum_of_gathered, "32-true", r"outside of deepspeed\.zero\.GatheredParameters"),  # backward finds no weights
+        # Torch does not ask parameters that it is given.
+        (
+            lambda module: squares(module, lambda param: param),
+            "32-true",
+            r"torch\.autograd\.Function of your own param\.clone\(\)",
+        ),
+        # Autocast would cast a table in memory.
+        (add_positions, "bf16-mixed", r"dtypes of its inputs.*value\.to\(x\.dtype\)"),
+        (
+            lambda module: module.net[0].weight.detach().numpy(),
+            "bf16-mixed",
+            r"BFloat16.*use param\.data\.float\(\)",
+        ),
+        (
+            lambda module: torch.linalg.svdvals(module.net[0].weight),
+            "bf16-mixed",
+            r"BFloat16.*use param\.data\.float\(\)",
+        ),
     ],
 )
-def test_dtypes_that_do_not_meet_are_named(term: Callable[[Small], Any], named: str, tmp_path: Path) -> None:
-    """The error says which, also of what torch lacks in 16 bit."""
+def test_a_term_that_cannot_be_computed_is_refused(
+    term: Callable[[Small], Any], precision: str, named: str, tmp_path: Path
+) -> None:
+    """The error says what to use instead, also where dtypes do not meet, or torch lacks one in 16 bit."""
     with pytest.raises(UnsupportedError, match=named):
-        fitted(tmp_path, Small(term=term), precision="bf16-mixed")
+        fitted(tmp_path, changed(add_gate, term=term)(), precision=precision)
 
 
 def test_data_of_another_parameter_is_copied(tmp_path: Path) -> None:
@@ -428,3 +455,17 @@ def test_data_of_another_parameter_is_copied(tmp_path: Path) -> None:
 
     module = fitted(tmp_path, Small(on_train_start=alias))
     assert not torch.equal(module.net[2].bias, module.net[0].bias)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_write_that_fails_leaves_the_parameter_as_it_was(precision: str, tmp_path: Path) -> None:
+    """After the error the parameter and its master still hold the same value."""
+    module = fitted(tmp_path, Small(), precision=precision)
+    optimizer, weight = module.trainer.strategy.optimizers[0], module.net[2].weight
+    before = safe_get_full_fp32_param(weight)
+    testing.inject(optimizer.update.drained_handler()._device._pipeline, fail_write_at=0)
+    with pytest.raises(StorageError), deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.fill_(7.0)
+    with deepspeed.zero.GatheredParameters([weight]):
+        assert torch.equal(weight, before.to(weight.dtype))
+    assert torch.equal(safe_get_full_fp32_param(weight), before)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import get_all_subclasses
@@ -18,14 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.zero3.parameters import torch_functions
-from tests.fabric.worker import quiet_fabric
-from tests.helpers.model_folder import make_model_folder
-from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit
-from tests.huggingface.trained import train
+from tests.training.everyday_code import DOORS, READS
 from tests.training.small import Small
 
-RECIPE = Recipe(depth=1, max_steps=2)
 OWNERS = [
     *(torch, torch.nn, torch.nn.functional, torch.nn.init, torch.autograd, torch.utils.checkpoint),
     *(nn.Parameter, torch.Tensor, torch.optim.Optimizer),
@@ -91,14 +86,10 @@ def is_ours(value: Any) -> bool:
     return str(module).startswith("lightning_smartinfinity")
 
 
-def plain() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
-
-
 def use_plain_models() -> None:
     """Trace, script and export a model that no strategy knows, and check what it returns."""
-    batch, model = torch.ones(2, 3), plain()
+    batch = torch.ones(2, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
     expected = model(batch)
     for made in (
         torch.jit.trace(model, batch),
@@ -111,57 +102,18 @@ def use_plain_models() -> None:
     assert "aten::linear" in nodes and "prim::PythonOp" not in nodes
 
 
-class Late(LitTiny):
-    """Builds its model while ZeRO-3 partitions it."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        del self.model
-
-    def configure_model(self) -> None:
-        self.model = RECIPE.build_model()
-
-
-class UsesPlainModels(pl.Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
-        use_plain_models()
-
-
-def by_trainer(module: Callable[[Recipe], LitTiny], folder: Path) -> None:
-    trainer = fit(module(RECIPE), folder, precision="32-true", max_steps=2, callbacks=[UsesPlainModels()])
-    assert isinstance(trainer.strategy, SmartInfinityStrategy)
-    use_plain_models()
-    trainer.strategy.close()
-
-
-def by_fabric(folder: Path) -> None:
-    fabric = quiet_fabric(folder / "storage")
-    with fabric.init_module():
-        module = RECIPE.build_model()
-    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
-    fabric.backward(model(RECIPE.batch(0, 0)))
-    optimizer.step()
-    use_plain_models()
-    fabric.strategy.close()
-
-
-def by_transformers(folder: Path) -> None:
-    train(make_model_folder(folder / "model"), folder / "out", strategy={"storage": folder / "storage"})
-
-
 @pytest.mark.parametrize(
-    "training",
-    [lambda folder: by_trainer(LitTiny, folder), lambda folder: by_trainer(Late, folder), by_fabric, by_transformers],
-    ids=["trainer", "configure_model", "fabric", "transformers"],
+    ("door", "late"), [("Lightning", False), ("Lightning", True), ("Fabric", True), ("transformers", False)]
 )
 def test_nothing_of_torch_is_left_replaced(
-    training: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every attribute is the one from before, none has come, and plain models do what they did, in mid-fit, too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     use_plain_models()
     before, ours_before = attributes_of_torch(), of_this_package()  # a strategy of another test may still be open
-    training(tmp_path)
+    monkeypatch.setitem(READS, "plain models", lambda _: use_plain_models())
+    DOORS[door](tmp_path, {}, late=late)
     after = attributes_of_torch()
     for attributes in (before, after):  # transformers brings it, without this package as well
         attributes.pop((nn.Module, "smart_apply"), None)

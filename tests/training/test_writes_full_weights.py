@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.utils import (
+    safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp3
 
 from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityStrategy, UnsupportedError
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import quiet_trainer
 
 RECIPE = Recipe(precision="bf16-mixed", odd=True, frozen=True, max_steps=2)
@@ -70,6 +72,66 @@ def test_full_weights_are_validated_and_trained(saved: tuple[Path, float], tmp_p
     assert torch.equal(trained.seen.float(), torch.full((3,), 7.0))
 
 
+MISUSES: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda norm: safe_set_full_fp32_param(norm, torch.zeros(3)), r"\(3,\)"),
+    (lambda norm: safe_set_local_fp32_param(norm, torch.zeros(3)), r"\(3,\)"),
+    (lambda norm: safe_set_full_fp32_param(norm, torch.zeros(32, dtype=torch.int64)), "int64"),
+    (lambda norm: safe_set_full_grad(norm, [0.0] * 32), "list"),
+    (lambda norm: safe_get_full_optimizer_state(norm, "momentum_buffer"), "'exp_avg'"),
+    (lambda norm: safe_set_full_optimizer_state(norm, torch.zeros(32), "step"), "'step'"),
+    # A wrong size on rank 1 alone.
+    (lambda norm: safe_set_full_fp32_param(norm, torch.zeros(32 + torch.distributed.get_rank())), r"\(33,\)"),
+]
+
+
+def load_full(out: Path) -> dict[str, Any]:
+    """Load full fp32 weights on two processes, and make mistakes.
+
+    Returns:
+        The file's weights, masters, parameters and moments when training starts.
+    """
+    module, path = LitTiny(RECIPE), out / "full.ckpt"
+    weights = {name: value * 1.2345 for name, value in module.state_dict().items()}
+    seen: dict[str, Any] = {"weights": weights, "masters": {}, "params": {}, "moments": {}}
+
+    def note(*_: Any) -> None:
+        for name, param in module.named_parameters():
+            seen["masters"][name] = safe_get_full_fp32_param(param)
+            if param.requires_grad:
+                seen["moments"][name] = safe_get_full_optimizer_state(param, "exp_avg")
+            with deepspeed.zero.GatheredParameters(param):
+                seen["params"][name] = param.detach().clone()
+
+    def misuse(*_: Any) -> None:
+        for call, named in MISUSES:
+            with pytest.raises((ConfigError, UnsupportedError), match=named):
+                call(module.model.norm.weight)
+
+    callback = LambdaCallback(on_train_start=note, on_train_batch_start=misuse)
+    strategy = SmartInfinityStrategy(out / "storage", load_full_weights=True)
+    trainer = quiet_trainer(out, strategy, devices=2, max_steps=1, callbacks=[callback])
+    if trainer.global_rank == 0:
+        counts = {"epoch": 0, "global_step": 0, "lr_schedulers": []}
+        torch.save({"state_dict": weights, "pytorch-lightning_version": pl.__version__, **counts}, path)
+    trainer.fit(module, ckpt_path=str(path))
+    strategy.close()
+    return seen
+
+
+def test_full_weights_reach_every_rank(tmp_path: Path) -> None:
+    """On two ranks masters equal the file's fp32 values bit for bit, parameters the rounded values; moments are zero.
+
+    Wrong sizes, dtypes and names raise our own error on both ranks, also where rank 1 alone passes one.
+    """
+    for seen in on_ranks(load_full, tmp_path):
+        for name, value in seen["params"].items():
+            weight = seen["weights"][name]
+            assert torch.equal(value, weight.bfloat16()), name
+            assert seen["masters"][name] is None or torch.equal(seen["masters"][name], weight), name
+        assert [name for name, master in seen["masters"].items() if master is None] == ["model.positions.weight"]
+        assert all(bool((value == 0).all()) for value in seen["moments"].values())
+
+
 def with_more(checkpoint: dict[str, Any]) -> None:
     checkpoint["state_dict"]["model.extra.weight"] = torch.zeros(5)
 
@@ -106,30 +168,3 @@ def test_full_weights_that_do_not_fit_are_refused(name: str, saved: tuple[Path, 
 def test_keys_may_differ_where_loading_is_not_strict(saved: tuple[Path, float], tmp_path: Path) -> None:
     """strict_loading=False ignores a key that the model lacks."""
     assert validated(saved[0], with_more, tmp_path, strict=False)["val_loss"] == pytest.approx(saved[1], abs=1e-6)
-
-
-def test_misuse_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    """Wrong sizes, dtypes and names each raise our own error; plain load_state_dict reaches the masters."""
-    weights, called = {"weight": torch.full((32,), 0.25), "bias": torch.full((32,), 0.5)}, []
-    misuses: list[tuple[Callable[[Any], Any], str]] = [
-        (lambda norm: safe_set_full_fp32_param(norm, torch.zeros(3)), r"\(3,\)"),
-        (lambda norm: safe_set_local_fp32_param(norm, torch.zeros(3)), r"\(3,\)"),
-        (lambda norm: safe_set_full_fp32_param(norm, torch.zeros(32, dtype=torch.int64)), "int64"),
-        (lambda norm: safe_set_full_grad(norm, [0.0] * 32), "list"),
-        (lambda norm: safe_get_full_optimizer_state(norm, "momentum_buffer"), "'exp_avg'"),
-        (lambda norm: safe_set_full_optimizer_state(norm, torch.zeros(32), "step"), "'step'"),
-    ]
-
-    def misuse(trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        norm = pl_module.model.norm
-        for call, named in misuses:
-            with pytest.raises((ConfigError, UnsupportedError), match=named):
-                call(norm.weight)
-        norm.load_state_dict(weights)
-        for name, param in norm.named_parameters():
-            assert torch.equal(safe_get_local_fp32_param(param), weights[name])
-        called.append(trainer.global_step)
-
-    callback = LambdaCallback(on_train_batch_start=misuse)
-    quiet_trainer(tmp_path, callbacks=[callback], max_steps=1, precision="32-true").fit(LitTiny(RECIPE))
-    assert called == [0]
