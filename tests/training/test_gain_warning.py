@@ -21,25 +21,25 @@ from tests.helpers.card_runs import setup_of
 QUICK = TopK(0.01, error_feedback=False)
 
 
-@pytest.fixture
-def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return a function that gives the warnings of rank 0 on a machine with 64 cores and fp32 gradients."""
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be rank 0 on a machine with 64 cores."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
 
-    def reasons(
-        codec: TopK, cards: int, *, num_processes: int = 1, sharers: int = 1, on_gpu: bool = False, **settings: Any
-    ) -> list[str]:
-        setup = setup_of(cards, tmp_path / "none.xclbin", sharers=sharers, **settings)
-        offload = OffloadSettings(
-            storage=(tmp_path,), transfer=TransferConfig(), compression=codec, smartssd=setup.settings, cards=setup
-        )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            warn_of_no_gain(offload, num_arrays=3, num_processes=num_processes, on_gpu=on_gpu)
-        return [str(warning.message) for warning in caught]
 
-    return reasons
+def reasons(
+    codec: TopK, cards: int, *, num_processes: int = 1, sharers: int = 1, on_gpu: bool = False, **settings: Any
+) -> list[str]:
+    """Return the warnings with fp32 gradients."""
+    setup = setup_of(cards, Path("none.xclbin"), sharers=sharers, **settings)
+    offload = OffloadSettings(
+        storage=(Path("none"),), transfer=TransferConfig(), compression=codec, smartssd=setup.settings, cards=setup
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_no_gain(offload, num_arrays=3, num_processes=num_processes, on_gpu=on_gpu)
+    return [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     ],
 )
 def test_warned_where_it_does_not_gain(
-    codec: TopK, cards: int, settings: dict[str, Any], told: tuple[str, ...], reasons: Any
+    codec: TopK, cards: int, settings: dict[str, Any], told: tuple[str, ...]
 ) -> None:
     """The warning names the reason."""
     warned = reasons(codec, cards, **settings)
@@ -63,12 +63,12 @@ def test_warned_where_it_does_not_gain(
 
 
 @pytest.mark.parametrize(("compute", "processes", "threads"), [(1, 1, 8), (1, 4, 2), (1, 100, 1), (12, 1, 12)])
-def test_all_cores_feed_the_residual(compute: int, processes: int, threads: int, reasons: Any) -> None:
+def test_all_cores_feed_the_residual(compute: int, processes: int, threads: int) -> None:
     """The residual uses at most eight cores of a machine, and never fewer threads than the update."""
     assert feed_back_threads(compute, processes) == threads
 
 
-def test_choosing_on_the_gpu_takes_no_core(reasons: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_on_the_gpu_takes_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selection on the GPU brings a gain even where a CPU core would be too slow."""
     monkeypatch.setattr(cost, "_TOP_K", replace(cost._TOP_K, compress={False: 1e-7, True: 1e-7}))
     (slow,) = reasons(QUICK, 14)

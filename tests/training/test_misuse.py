@@ -1,20 +1,28 @@
-"""Calls that make no sense with the strategy raise our own error, which says what to call instead."""
+"""Calls, options and modules that make no sense raise our own error or are reported; mistakes are made harmless."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from torch.nn import functional
 
 from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError, SmartInfinityStrategy, UnsupportedError
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.plain import Everything
 from tests.helpers.trainers import fit, quiet_trainer
+from tests.training.actions import does
 from tests.training.test_bad_input import assert_helpful
 
-RECIPE = Recipe(depth=1)
+RECIPE = Recipe(precision="bf16-mixed", depth=1)
 
 
 @pytest.mark.seam("SmartInfinityStrategy says if `configure_optimizers` returned None", "_MockOptimizer of Lightning.")
@@ -68,7 +76,7 @@ def test_an_optimizer_used_for_a_second_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "full_weights"), [("fit", False), ("fit", True), ("validate", True), ("test", False), ("predict", False)]
+    ("run", "full_weights"), [("fit", False), ("fit", True), ("validate", True), ("predict", False)]
 )
 def test_a_checkpoint_that_is_missing(run: str, full_weights: bool, tmp_path: Path) -> None:
     """The error is ours and a FileNotFoundError, as with other strategies, and names the path."""
@@ -79,3 +87,110 @@ def test_a_checkpoint_that_is_missing(run: str, full_weights: bool, tmp_path: Pa
         getattr(trainer, run)(Everything(), ckpt_path=missing)
     assert isinstance(caught.value, CheckpointNotFoundError)
     assert_helpful(caught.value, str(missing), "does not exist")
+
+
+@pytest.mark.parametrize(
+    "zero", [{"zero_quantized_gradients": False}, {"elastic_checkpoint": False}, {"load_from_fp32_weights": True}]
+)
+def test_refused_features_may_be_switched_off_explicitly(zero: dict[str, Any]) -> None:
+    """A configuration that sets a refused feature to its harmless value is accepted."""
+    SmartInfinityStrategy(zero=zero)
+
+
+def computing(module: LitTiny, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let each step return something else than its loss."""
+    step = module.training_step
+    module.training_step = lambda *batch: change(step(*batch))  # type: ignore[method-assign]
+
+
+def embedding_sparsely(module: LitTiny) -> None:
+    ones, table = torch.ones(2, dtype=torch.long), module.model.tokens.weight
+    computing(module, lambda _: functional.embedding(ones, table, sparse=True).sum())
+
+
+IN_TRAINING: dict[str, tuple[Callable[[LitTiny], object], tuple[str, ...]]] = {
+    "a loss without a graph": (lambda m: computing(m, torch.Tensor.detach), ("has no graph", "no_grad", "outputs")),
+    "another loss": (lambda m: computing(m, lambda _: torch.tensor(1.0)), ("has no graph", "no_grad", "outputs")),
+    "the optimizer's state": (
+        lambda m: computing(m, lambda _: m.optimizers().state_dict()),  # type: ignore[union-attr, arg-type, return-value]
+        ("state_dict", "trainer.save_checkpoint"),
+    ),
+    "sparse gradients at run time": (embedding_sparsely, ("tokens.weight", "sparse=False")),
+}
+
+
+@pytest.mark.parametrize("name", IN_TRAINING)
+def test_models_that_cannot_be_trained_are_refused(name: str, tmp_path: Path) -> None:
+    """The error names what is wrong, and close() removes what was written before the first step."""
+    spoil, named = IN_TRAINING[name]
+    strategy, module = SmartInfinityStrategy(tmp_path / "s"), LitTiny(Recipe(tied=False))
+    spoil(module)
+    with pytest.raises(UnsupportedError) as caught:
+        fit(module, tmp_path, strategy, precision="32-true")
+    assert_helpful(caught.value, *named)
+    assert (tmp_path / "s").exists()
+    strategy.close()
+    assert not list((tmp_path / "s").rglob("*.bin"))
+
+
+def test_calls_that_would_move_or_extend_the_state_are_refused(tmp_path: Path) -> None:
+    """offload_states, reload_states and add_param_group raise, and training goes on."""
+
+    def call(trainer: Any, *_: Any) -> None:
+        engine = trainer.strategy.model
+        calls: dict[Callable[[], object], str] = {
+            engine.offload_states: "offload_states",
+            engine.reload_states: "reload_states",
+            engine.optimizer.offload_states: "offload_states",
+            lambda: engine.optimizer.reload_states(non_blocking=True): "reload_states",
+            lambda: trainer.optimizers[0].add_param_group({"params": []}): "add_param_group",
+        }
+        for refused, name in calls.items():
+            with pytest.raises(UnsupportedError) as caught:
+                refused()
+            assert_helpful(caught.value, name)
+
+    assert fit(LitTiny(RECIPE), tmp_path, callbacks=[does(on_train_batch_end=call)]).global_step == 3
+
+
+def at(step: int, action: Callable[[Any, Any], object]) -> pl.Callback:
+    """Return a callback that calls a function before a given step."""
+    return LambdaCallback(
+        on_train_batch_start=lambda trainer, module, *_: trainer.global_step == step and action(trainer, module)
+    )
+
+
+def test_a_forked_child_leaves_the_state_alone(tmp_path: Path) -> None:
+    """After os.fork() a child that exits normally leaves the parent's state on storage."""
+
+    def fork(trainer: pl.Trainer, pl_module: Any) -> None:
+        closer = trainer.strategy.optimizers[0].rank_state.closer()
+        child = os.fork()
+        if child == 0:
+            closer()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+
+    module, quiet = LitTiny(RECIPE), LitTiny(RECIPE)
+    fit(module, tmp_path, callbacks=[at(2, fork)])
+    fit(quiet, tmp_path / "quiet")
+    assert module.losses == quiet.losses
+
+
+def test_unfreezing_in_mid_training_is_refused(tmp_path: Path) -> None:
+    """A parameter that was frozen when the fit began has no state. torch would train it."""
+    module = LitTiny(RECIPE)
+    module.model.positions.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    thaw = at(2, lambda trainer, pl_module: pl_module.model.positions.weight.requires_grad_(True))
+    with pytest.raises(UnsupportedError, match="positions"):
+        fit(module, tmp_path, callbacks=[thaw])
+
+
+def test_skipped_steps_are_reported_once(tmp_path: Path) -> None:
+    """One warning says that the steps are skipped, and no step is committed."""
+    with pytest.warns(UserWarning, match="NaN or infinite") as caught:
+        trainer = fit(LitTiny(dataclasses.replace(RECIPE, nan_at=tuple(range(4)))), tmp_path)
+    assert sum("NaN or infinite" in str(warning.message) for warning in caught) == 1
+    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 0
