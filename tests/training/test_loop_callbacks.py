@@ -1,34 +1,50 @@
-"""Callbacks, hooks and logging work as with plain Lightning."""
+"""Callbacks, hooks, logging and searches work as with plain Lightning, or are refused at the start."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.core.hooks import ModelHooks
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader
 
-from lightning_smartinfinity import SmartInfinityStrategy
-from tests.helpers.long_cases import long_but
+from lightning_smartinfinity import SmartInfinityStrategy, UnsupportedError
+from lightning_smartinfinity.integrations.trainer.callback_support import adapt_callbacks
+from tests.helpers.models import Recipe
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import fit, quiet_trainer
+
+
+class Unhashable(callbacks.ModelCheckpoint):
+    """Defines == without a hash, as a dataclass does."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("== was called")
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def test_model_checkpoint_keeps_the_best_and_deletes_the_others(tmp_path: Path) -> None:
     """The checkpoints kept and their names equal plain Lightning's.
 
-    This covers the top two of three, a link to the last, every third step, and weights alone.
+    This covers the top two of three, a link to the last, every third step, and weights alone. Callbacks may define ==
+    as they like.
     """
 
     def scenario(make: Any, root: Path) -> Any:
-        best = callbacks.ModelCheckpoint(root / "best", monitor="val_loss", mode="min", save_top_k=2, save_last="link")
-        steps = callbacks.ModelCheckpoint(root / "steps", every_n_train_steps=3, save_top_k=-1)
+        best = Unhashable(root / "best", monitor="val_loss", mode="min", save_top_k=2, save_last="link")
+        steps = Unhashable(root / "steps", every_n_train_steps=3, save_top_k=-1)
         weights = callbacks.ModelCheckpoint(root / "weights", save_weights_only=True)
         module = Everything()
         make(max_epochs=3, callbacks=[best, steps, weights], enable_checkpointing=True).fit(module)
@@ -63,12 +79,11 @@ def record_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
     return order
 
 
-@pytest.mark.parametrize("accumulate", long_but([2], [1, 2]))
-def test_hooks_are_called_in_the_order_of_plain_lightning(accumulate: int, tmp_path: Path) -> None:
+def test_hooks_are_called_in_the_order_of_plain_lightning(tmp_path: Path) -> None:
     """fit, validate, test and predict call hooks in the order of plain Lightning."""
 
     def scenario(make: Any, root: Path) -> Any:
-        trainer, module = make(max_epochs=2, limit_train_batches=3, accumulate_grad_batches=accumulate), Everything()
+        trainer, module = make(max_epochs=2, limit_train_batches=3, accumulate_grad_batches=2), Everything()
         order = record_hooks(trainer, module)
         trainer.fit(module)
         trainer.validate(module, verbose=False)
@@ -120,12 +135,11 @@ def test_callbacks_are_copied_within_a_fit(tmp_path: Path) -> None:
         trainer.fit(module)
         trainer.fit_loop.epoch_loop.max_steps = 4
         trainer.fit(module)
-        for copies in late:
-            assert all(one is not other for one, other in zip(copies, trainer.callbacks, strict=True))
-            (bar,) = (callback for callback in copies if isinstance(callback, callbacks.ProgressBar))
-            assert bar.trainer is not trainer
-            if isinstance(trainer.strategy, SmartInfinityStrategy):
-                assert (bar.trainer.strategy, bar.trainer.lightning_module) == (trainer.strategy, module)
+        (bar,) = (each for each in late[-1] if isinstance(each, callbacks.ProgressBar))
+        kept = trainer.callbacks
+        assert bar.trainer is not trainer and all(one is not other for one, other in zip(late[-1], kept, strict=True))
+        if isinstance(trainer.strategy, SmartInfinityStrategy):
+            assert (bar.trainer.strategy, bar.trainer.lightning_module) == (trainer.strategy, module)
         return [[type(callback).__name__ for callback in copies] for copies in (*late, *early)], module.losses
 
     copies, _ = assert_like_plain_lightning(scenario, tmp_path)
@@ -178,3 +192,134 @@ def test_saving_hooks_of_what_loads_are_called_for_training_records(tmp_path: Pa
         trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert [step for step, _ in module.asked] == [0, 1, 2, 2]
     assert all(names == module.asked[-1][1] for _, names in module.asked)
+
+
+class Own(callbacks.BackboneFinetuning):
+    """A user's subclass of a refused callback."""
+
+
+REFUSED: dict[str, Callable[[], callbacks.Callback]] = {
+    "StochasticWeightAveraging": lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.1),
+    "BackboneFinetuning": lambda: callbacks.BackboneFinetuning(),
+    "ModelPruning": lambda: callbacks.ModelPruning("l1_unstructured"),
+    "Own": Own,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "given_by"), [*((name, "Trainer") for name in REFUSED), ("Own", "configure_callbacks")]
+)
+def test_refused_callbacks_are_named_before_anything_is_written(name: str, given_by: str, tmp_path: Path) -> None:
+    """The error names the callback and has a remedy, whether the Trainer or the module provides it."""
+    callback, module = REFUSED[name](), Everything()
+    if given_by == "configure_callbacks":
+        module.configure_callbacks = lambda: [callback]  # type: ignore[method-assign]
+    trainer = quiet_trainer(tmp_path, callbacks=[callback] if given_by == "Trainer" else [])
+    with pytest.raises(UnsupportedError, match=name) as caught:
+        trainer.fit(module)
+    assert caught.value.remedy.endswith(".")
+    assert not list(tmp_path.iterdir())
+
+
+class Tuned(Everything):
+    """A module whose learning rate and batch size are searched; memory seems to run out beyond four sequences."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe(epoch_batches=16, depth=1))
+        self.lr, self.batch_size = 1e-3, 1
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(super().train_dataloader().dataset, batch_size=self.batch_size)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return OutOfMemory.apply(loss) if len(batch) > 4 else loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+
+
+class OutOfMemory(torch.autograd.Function):
+    """Raises in backward what torch raises on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def find_rate_by_tuner(trainer: pl.Trainer, module: Tuned) -> Any:
+    return Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.1, num_training=24).suggestion()  # type: ignore[union-attr]
+
+
+def find_size_by_tuner(trainer: pl.Trainer, module: Tuned) -> Any:
+    return Tuner(trainer).scale_batch_size(module, init_val=1, max_trials=5)
+
+
+def find_rate_in_fit(trainer: pl.Trainer, module: Tuned) -> Any:
+    finder = callbacks.LearningRateFinder(min_lr=1e-4, max_lr=0.1, num_training_steps=24)
+    trainer.callbacks.append(finder)  # type: ignore[attr-defined]
+
+
+def find_size_in_fit(trainer: pl.Trainer, module: Tuned) -> Any:
+    trainer.callbacks.append(callbacks.BatchSizeFinder(init_val=1, max_trials=5))  # type: ignore[attr-defined]
+
+
+@pytest.mark.seam(
+    "searches of the batch size in one process",
+    "BatchSizeFinder.setup, tuning._check_scale_batch_size_configuration: _accelerator_connector.is_distributed.",
+)
+@pytest.mark.parametrize("find", [find_rate_by_tuner, find_size_by_tuner, find_rate_in_fit, find_size_in_fit])
+def test_a_search(find: Callable[[pl.Trainer, Tuned], Any], tmp_path: Path) -> None:
+    """It finds what plain Lightning finds, and the training that follows begins from the first weights."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        module, trainer = Tuned(), make(max_steps=4)
+        found = find(trainer, module)
+        trainer.fit(module)
+        left = [path.name for path in root.iterdir() if path.name.startswith(".")]
+        return found, module.lr, module.batch_size, module.losses[-4:], trainer.global_step, left
+
+    _, rate, size, *_ = assert_like_plain_lightning(scenario, tmp_path)
+    assert (size == 4) is ("size" in find.__name__) and (rate == 1e-3) is ("size" in find.__name__)
+
+
+@pytest.mark.parametrize("of", [{"devices": 2}, {}], ids=["two processes", "an evaluation"])
+def test_a_search_of_the_batch_size_that_cannot_work(of: dict[str, Any], tmp_path: Path) -> None:
+    """The error says what to call instead."""
+    trainer = quiet_trainer(tmp_path, callbacks=[callbacks.BatchSizeFinder()], **of)
+    trainer.state.fn = TrainerFn.FITTING if of else TrainerFn.VALIDATING
+    with pytest.raises(UnsupportedError, match="BatchSizeFinder") as caught:
+        adapt_callbacks(trainer)
+    assert "smart-infinity plan --batch" in caught.value.remedy
+
+
+def test_gradient_accumulation_scheduler(tmp_path: Path) -> None:
+    """Windows of one, two and three micro-batches by epoch, some incomplete, train as in plain Lightning.
+
+    The callback can serve another Trainer afterwards.
+    """
+
+    def scenario(make: Any, root: Path) -> Any:
+        scheduler = callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})
+        module, seen = Everything(), []
+        trainer = make(max_epochs=3, callbacks=[scheduler])
+        trainer.fit(module)
+        seen.append((module.losses, trainer.global_step))
+        assert "on_train_start" not in vars(scheduler)
+        again = make(max_epochs=2, callbacks=[scheduler])
+        again.fit(module)
+        return *seen, again.global_step
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+def test_the_schedulers_other_checks_stay(tmp_path: Path) -> None:
+    """Lightning itself refuses the callback together with Trainer(accumulate_grad_batches=2)."""
+    scheduler = callbacks.GradientAccumulationScheduler({0: 2})
+    with pytest.raises(ValueError, match="accumulate_grad_batches"):
+        fit(Everything(), tmp_path, callbacks=[scheduler], accumulate_grad_batches=2)

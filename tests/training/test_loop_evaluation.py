@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_smartinfinity import UnsupportedError
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.ranks import on_ranks
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import fit, quiet_trainer
 
 
 def evaluate(trainer: Any, module: Any = None, **options: Any) -> list[Any]:
@@ -27,17 +27,23 @@ def evaluate(trainer: Any, module: Any = None, **options: Any) -> list[Any]:
 
 
 def test_before_after_and_between_fits(tmp_path: Path) -> None:
-    """Evaluation before, between and after two fits equals plain Lightning."""
+    """Evaluation before, between and after two fits equals plain Lightning, also of another module.
+
+    The fitted module can still be saved then, and hooks run once per forward: an engine leaves none of its own behind.
+    """
 
     def scenario(make: Any, root: Path) -> Any:
-        trainer, module = make(max_epochs=1), Everything()
+        trainer, module, resumed, calls, hooks = make(max_epochs=1), Everything(), Everything(), [], []
+        module.model.norm.register_forward_hook(lambda *_: calls.append(1))
         seen = [evaluate(trainer, module)]
-        trainer.fit(module)
-        seen.append(evaluate(trainer, module))
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(module)
-        trainer.save_checkpoint(root / "last.ckpt")
-        seen.append(evaluate(trainer, module))
+        for max_epochs in (1, 2):
+            trainer.fit_loop.max_epochs = max_epochs
+            trainer.fit(module)
+            seen += [evaluate(trainer, module), trainer.validate(Everything(), verbose=False), len(calls)]
+            hooks.append(sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules()))
+            trainer.save_checkpoint(root / "last.ckpt")
+        make(max_epochs=3).fit(resumed, ckpt_path=root / "last.ckpt")
+        assert hooks[0] == hooks[1] and len(resumed.losses) == RECIPE.epoch_batches
         return seen, module.losses, trainer.global_step, trainer.current_epoch
 
     assert_like_plain_lightning(scenario, tmp_path)
@@ -97,57 +103,17 @@ def test_what_was_loaded_for_evaluation_is_what_is_saved(tmp_path: Path) -> None
     assert saved == early
 
 
-def test_another_module_between_fits_leaves_the_first_ones_state_alone(tmp_path: Path) -> None:
-    """Module A can still be saved after another module was validated, and a fit resumes from that checkpoint."""
-    trainer, other, resumed = quiet_trainer(tmp_path), Everything(), Everything()
-    trainer.fit(Everything())
-    trainer.validate(Everything(), verbose=False)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    quiet_trainer(tmp_path / "resumed", max_steps=4).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
-    trainer.fit_loop.epoch_loop.max_steps = 6
-    trainer.fit(other)
-    assert trainer.global_step == 6 and len(other.losses) == 3
-    assert len(resumed.losses) == 1
-
-
-def test_user_hooks_survive_evaluation(tmp_path: Path) -> None:
-    """The user's forward hooks run once per forward in fit and in evaluation, as in plain Lightning.
-
-    Repeated fits and validations leave only the hooks of one engine.
-    """
-
-    def scenario(make: Any, root: Path) -> Any:
-        module, calls = Everything(), []
-        handle = module.model.norm.register_forward_hook(lambda *_: calls.append(1))
-        trainer = make(max_steps=2)
-        counted, hooks = [], []
-        for run in (trainer.fit, trainer.validate, trainer.fit):
-            run(module)
-            counted.append(len(calls))
-            hooks.append(sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules()))
-            trainer.fit_loop.epoch_loop.max_steps = 4
-        handle.remove()
-        trainer.validate(module, verbose=False)
-        assert hooks[0] == hooks[-1]
-        return counted, len(calls)
-
-    assert_like_plain_lightning(scenario, tmp_path)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_another_precision_for_the_same_module_is_refused(precision: Any, tmp_path: Path) -> None:
+def test_another_precision_for_the_same_module_is_refused(tmp_path: Path) -> None:
     """A module that bf16-mixed partitioned cannot be used in fp32, but it can in bf16-true."""
     module = Everything()
-    quiet_trainer(tmp_path / "a").fit(module)
-    trainer = quiet_trainer(tmp_path / "b", precision=precision)
-    if precision == "bf16-true":
-        trainer.fit(module)
-        return
+    fit(module, tmp_path / "a")
+    trainer = quiet_trainer(tmp_path / "b", precision="32-true")
     for run in (trainer.fit, trainer.validate):
         with pytest.raises(UnsupportedError, match="bfloat16") as caught:
             run(module)
         assert caught.value.remedy.endswith(".")
     assert not (tmp_path / "b" / "storage").exists()
+    fit(module, tmp_path / "c", precision="bf16-true")
 
 
 class SameOnEveryRank(Everything):

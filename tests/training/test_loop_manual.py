@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
 from tests.helpers.long_cases import long_but
 from tests.helpers.plain import (
-    RECIPE,
     Everything,
     assert_alike,
     assert_fits_like_plain_lightning,
     assert_like_plain_lightning,
 )
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import fit, quiet_trainer
 
 
 class Manual(Everything):
@@ -120,10 +120,9 @@ def test_a_step_takes_its_gradients(module: type[Manual], tmp_path: Path) -> Non
     One warning says so.
     """
     plain, other = Manual(), module()
-    quiet_trainer(tmp_path / "plain", precision="32-true", max_epochs=1).fit(plain)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        quiet_trainer(tmp_path / "other", precision="32-true", max_epochs=1).fit(other)
+    fit(plain, tmp_path / "plain", precision="32-true", max_epochs=1)
+    with pytest.warns(UserWarning, match=r"Call optimizer\.zero_grad\(\) after each step\.") as caught:
+        fit(other, tmp_path / "other", precision="32-true", max_epochs=1)
     assert other.losses == plain.losses
     assert sum("Call optimizer.zero_grad() after each step." in str(each.message) for each in caught) == 1
 
@@ -139,54 +138,34 @@ RESETS: dict[str, Callable[[Any, Any], object]] = {
 
 
 class Resetting(Manual):
-    """A module that resets gradients in some way before its backward passes, or after the step."""
+    """A module that resets gradients in some way: before its backward passes, and those of the first step once more."""
 
-    def __init__(self, reset: Any, *, first: bool) -> None:
+    def __init__(self, reset: Any) -> None:
         super().__init__()
-        self.reset, self.first, self.had = reset, first, 0
+        self.reset = reset
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        if self.first:
-            self.reset(self, self.optimizers())
+        self.reset(self, self.optimizers())
         super().training_step(batch, batch_idx)
 
     def finish(self, optimizer: Any) -> None:
-        if self.had == 0:  # gradients that are dropped before they are used
-            self.had = 1
+        if self.trainer.global_step == 0:
             self.reset(self, optimizer)
             assert all(param.grad is None or not param.grad.any() for param in self.parameters())
             self.manual_backward(self.model(torch.zeros(1, 8, dtype=torch.long)))
         optimizer.step()
-        if not self.first:
-            self.reset(self, optimizer)
 
 
-@pytest.mark.parametrize(
-    ("how", "first"),
-    [
-        *((how, number % 2 == 0) for number, how in enumerate(RESETS)),
-        ("by the module, to zeros", True),
-        ("by the engine", True),
-    ],
-)
-def test_gradients_that_are_reset_in_any_way(how: str, first: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", RESETS)
+def test_gradients_that_are_reset_in_any_way(how: str, tmp_path: Path) -> None:
     """Nothing is warned of, and losses are plain Lightning's where that resets them in the same way."""
-    module = Resetting(RESETS[how], first=first)
+    module, plain = Resetting(RESETS[how]), Resetting(RESETS[how])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*zero_grad")
-        quiet_trainer(tmp_path, precision="32-true", max_epochs=1).fit(module)
+        fit(module, tmp_path, precision="32-true", use_distributed_sampler=False)
     if how != "by the engine":
-        plain = Resetting(RESETS[how], first=first)
-        quiet_trainer(tmp_path, "auto", precision="32-true", max_epochs=1, use_distributed_sampler=False).fit(plain)
+        fit(plain, tmp_path, "auto", precision="32-true")
         assert_alike(module.losses, plain.losses)
-
-
-@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 3}])
-def test_automatic_optimization_resets_gradients(settings: dict[str, Any], tmp_path: Path) -> None:
-    """It is not warned of, nor are windows that an epoch ends early, or steps without a loss."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*zero_grad")
-        quiet_trainer(tmp_path, precision="32-true", max_epochs=2, **settings).fit(SkipsBatches())
 
 
 class Direct(Manual):
@@ -196,10 +175,9 @@ class Direct(Manual):
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("precision", long_but(["32-true"], ["32-true", "16-mixed"]))
-def test_gradients_that_no_rank_reduced_are_refused(precision: Any, tmp_path: Path) -> None:
+def test_gradients_that_no_rank_reduced_are_refused(tmp_path: Path) -> None:
     """The step refuses gradients of loss.backward(), and changes nothing."""
-    trainer = quiet_trainer(tmp_path, precision=precision)
+    trainer = quiet_trainer(tmp_path)
     with pytest.raises(UnsupportedError, match=r"manual_backward") as caught:
         trainer.fit(Direct())
     assert caught.value.remedy.endswith(".")
@@ -207,7 +185,15 @@ def test_gradients_that_no_rank_reduced_are_refused(precision: Any, tmp_path: Pa
 
 
 class OwnClipping(Everything):
-    """A module whose own hook clips every second step."""
+    """A module whose own hook clips every second step, and whose loss is returned in a dict, by a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.L1Loss()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": self.criterion(loss, torch.zeros_like(loss)), "extra": loss.detach()}
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if self.trainer.global_step % 2 == 0:
@@ -236,34 +222,22 @@ class SkipsBatches(Everything):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
-def test_a_training_step_that_returns_nothing_skips_its_batch(tmp_path: Path) -> None:
-    """A skipped batch updates nothing, as in plain Lightning."""
-    assert_fits_like_plain_lightning(SkipsBatches, tmp_path, max_epochs=2)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_training_step_that_returns_nothing_skips_its_batch(accumulate: int, tmp_path: Path) -> None:
+    """A skipped batch updates nothing, as in plain Lightning, and nobody is warned of gradients that were not reset."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*zero_grad")
+        assert_fits_like_plain_lightning(SkipsBatches, tmp_path, max_epochs=2, accumulate_grad_batches=accumulate)
 
 
-class WithLoss(Everything):
-    """A module whose loss passes through an nn.Module of its own, and is returned in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.criterion = nn.L1Loss()
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return {"loss": self.criterion(loss, torch.zeros_like(loss)), "extra": loss.detach()}
-
-
-def test_automatic_after_manual_in_one_trainer(tmp_path: Path) -> None:
-    """Each fit accumulates gradients in the dtype that its own module needs."""
+def test_each_fit_of_a_trainer_adds_gradients_in_its_own_dtype(tmp_path: Path) -> None:
+    """In fp32 if a window of a 16-bit model may have several backwards: in manual loops, or by a schedule."""
     trainer = quiet_trainer(tmp_path, max_steps=1)
     dtypes = []
-    for steps, module in enumerate((Everything(RECIPE), Manual(), Everything(RECIPE)), 1):
+    for steps, module in enumerate((Everything(), Manual(), Everything(), Everything()), 1):
         trainer.fit_loop.epoch_loop.max_steps = steps
+        if steps == 4:
+            trainer.callbacks.append(GradientAccumulationScheduler({0: 1, 1: 2}))  # type: ignore[attr-defined]
         trainer.fit(module)
         dtypes.append(trainer.strategy.optimizers[0].rank_state.arena.buffer.dtype)
-    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
-
-
-def test_hyperparameters_of_nn_modules_stay_theirs(tmp_path: Path) -> None:
-    """It trains as in plain Lightning."""
-    assert_fits_like_plain_lightning(WithLoss, tmp_path, max_epochs=1)
+    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
