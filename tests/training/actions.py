@@ -70,11 +70,6 @@ def forward(trainer: pl.Trainer, module: Any) -> float:
         return float(module.model(module.recipe.batch(0)))
 
 
-def look_at_gradients(trainer: pl.Trainer, module: Any) -> None:
-    for param in module.parameters():
-        safe_get_full_grad(param)
-
-
 def halve_gradients(trainer: pl.Trainer, module: Any) -> None:
     for param in module.parameters():
         gradient = safe_get_full_grad(param)

@@ -1,9 +1,12 @@
-"""Modules whose structure is hard for ZeRO-3's hooks train like plain torch, also where partitions are padding only."""
+"""Modules that are hard for ZeRO-3: structures, graphs, unused parameters and compilation train like plain torch."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +14,11 @@ from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
 from lightning_smartinfinity.zero3.setup.validation import check_model
-from tests.helpers.hard_models import WIDTH, Case, Trained
-from tests.helpers.hard_structures import Reused, Shapes
+from tests.helpers.hard_modules import WIDTH, Case, Reused, Shapes, Stack, Trained, TwoBackwards
 from tests.helpers.long_cases import long_but
 from tests.helpers.ranks import on_ranks
-from tests.training.model_cases import CASES, STRUCTURES
-from tests.training.model_runs import assert_trains_like_torch, on_each_rank, train_near_storage
+from tests.training.model_cases import CASES, GRAPHS, STRUCTURES, UNUSED
+from tests.training.model_runs import assert_trains_like_torch, on_each_rank, train_near_storage, trainer_for
 
 # Two processes train these in turn.
 LONG = {
@@ -116,3 +118,93 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 def test_two_processes_train_like_torch(name: str, trained: dict[str, Trained]) -> None:
     """Rank 0's losses, the masters and the update counts equal those of one torch process on both ranks' batches."""
     assert_trains_like_torch(CASES[name], trained[name], world_size=2)
+
+
+# Two processes train the others in turn, or another case has the same in another precision.
+LONG_GRAPHS = ("a gradient penalty", "losses balanced by their slopes", "two forwards, one backward")
+
+
+@pytest.mark.parametrize("name", long_but([name for name in GRAPHS if name not in LONG_GRAPHS], GRAPHS))
+def test_unusual_graphs_train_like_torch(name: str, tmp_path: Path) -> None:
+    """Parameters are gathered for retained graphs and for gradients of gradients.
+
+    Stock ZeRO-3 has released them by then, and fails on shapes in the middle of the second backward.
+    """
+    assert_trains_like_torch(GRAPHS[name], train_near_storage(GRAPHS[name], tmp_path))
+
+
+class Differentiable(TwoBackwards):
+    """A module that asks for differentiable gradients of its parameters."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.loss(self.case.batch(0), 0), create_graph=True)
+
+
+def test_differentiable_gradients_of_parameters_are_refused(tmp_path: Path) -> None:
+    """Gradients move to the arena as soon as they arrive. The error names torch.autograd.grad instead."""
+    with pytest.raises(UnsupportedError, match=r"backward\(create_graph=.*torch.autograd.grad"):
+        train_near_storage(Case(Differentiable), tmp_path)
+
+
+# Two processes train the others in turn, or another case has the same in another precision.
+LONG_UNUSED = ("in bf16", "by one micro-batch", "by another module")
+
+
+@pytest.mark.parametrize("name", long_but([name for name in UNUSED if name not in LONG_UNUSED], UNUSED))
+def test_parameters_unused_for_some_steps_train_like_torch(name: str, tmp_path: Path) -> None:
+    """A step without a gradient applies no decay, no moment and no count to a parameter.
+
+    This covers parameters used alternately, late, by one micro-batch, or never. Stock DeepSpeed applies the last
+    gradient again, and weight decay.
+    """
+    assert_trains_like_torch(UNUSED[name], train_near_storage(UNUSED[name], tmp_path))
+
+
+def test_resuming_keeps_every_count(tmp_path: Path) -> None:
+    """A run resumed after three steps has the losses, masters and counts of an uninterrupted run, bit for bit."""
+    case = UNUSED["by one micro-batch in bf16"]
+    straight = train_near_storage(case, tmp_path / "straight")
+    first = dataclasses.replace(case, steps=3)
+    trainer = trainer_for(first, tmp_path / "first")
+    trainer.fit(first.module())
+    trainer.save_checkpoint(tmp_path / "three.ckpt")
+    resumed = train_near_storage(case, tmp_path / "resumed", ckpt_path=str(tmp_path / "three.ckpt"))
+    assert resumed.steps == straight.steps
+    assert resumed.losses == straight.losses[3 * case.accumulate :]
+    for name, master in straight.masters.items():
+        assert torch.equal(resumed.masters[name], master), name
+
+
+class Compiled(Stack):
+    """A module with a submodule that may be compiled in place or wrapped."""
+
+    def __init__(self, compile_it: Callable[[nn.Module], Any] = lambda inner: inner) -> None:
+        super().__init__()
+        self.layer = compile_it(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)))
+
+
+def in_place(inner: nn.Module) -> nn.Module:
+    inner.compile(backend="aot_eager")
+    return inner
+
+
+def test_a_module_compiled_in_place_trains_like_torch(tmp_path: Path) -> None:
+    """Graphs break at ZeRO-3's hooks, which gather and release parameters. The parts between the hooks are compiled.
+
+    Our classes of parameters break none.
+    """
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    trained = train_near_storage(Case(partial(Compiled, in_place), steps=2), tmp_path)
+    assert counters["stats"]["calls_captured"] > 0
+    assert counters["graph_break"]
+    assert not [why for why in counters["graph_break"] if "partitioned_parameter" in why]
+    assert_trains_like_torch(Case(Compiled, steps=2), trained)
+
+
+def test_a_compiled_wrapper_within_the_module_is_refused(tmp_path: Path) -> None:
+    """The wrapper hides the parameters from ZeRO-3's hooks. Stock fails on an attribute in the first forward."""
+    wrapped = partial(Compiled, partial(torch.compile, backend="eager"))
+    with pytest.raises(UnsupportedError, match=r"'layer' is wrapped by torch.compile.*module.compile"):
+        train_near_storage(Case(wrapped), tmp_path)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.helpers import native_testing as testing
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import REPOSITORY, run_module
+from tests.helpers.ranks import on_ranks
 from tests.helpers.waiting import PROCESS_LIMIT
 
 
@@ -32,7 +34,6 @@ class Run:
     recipe: Recipe
     devices: int = 1
     accelerator: str = "cpu"
-    strategy: str = "smart_infinity"
     deterministic: bool = False
     resume: str | None = None
     save_after_fit: str | None = None
@@ -83,11 +84,11 @@ def launch(
 
 
 def each_rank(scenario: str, root: Path, *arguments: object, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run a scenario of :mod:`tests.training.rank_worker` in forked processes and return what every rank found."""
+    """Run a function of :mod:`tests.training.rank_worker` on forked ranks and return what every one found."""
+    from tests.training import rank_worker  # which imports tests that import this module
+
     root.mkdir(exist_ok=True)
-    done = run_module("tests.training.rank_worker", scenario, root, *map(str, arguments), ranks=ranks)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    return on_ranks(getattr(rank_worker, scenario), root, *map(str, arguments), ranks=ranks)
 
 
 def _run_anew(worker: str, config: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -125,8 +126,6 @@ class Recorder(pl.Callback):
                 testing.inject(target, seed=self.run.delays, max_delay_us=self.run.delay_us, short_transfer_every=3)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        if self.run.strategy != "smart_infinity":
-            return
         if trainer.strategy.optimizers[0].overflow and not trainer.fit_loop._should_accumulate():
             self.skipped.append(trainer.global_step - 1)
         if trainer.global_step in self.run.save_at and not trainer.fit_loop._should_accumulate():
@@ -134,9 +133,6 @@ class Recorder(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         optimizer = trainer.strategy.optimizers[0]
-        if self.run.strategy != "smart_infinity":
-            self.masters = {name: p.detach().clone() for name, p in pl_module.model.named_parameters()}
-            return
         for name, param in pl_module.model.named_parameters():
             if param.requires_grad:
                 self.masters[name] = optimizer.get_full_hp_param(param).cpu().clone()
@@ -156,14 +152,11 @@ def prepared(run: Run, *callbacks: pl.Callback) -> tuple[LitTiny, pl.Trainer, Re
     from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
 
     recipe, recorder = run.recipe, Recorder(run)
-    strategy: Any = run.strategy
-    if run.strategy == "smart_infinity":
-        options = dict(run.options)
-        if isinstance(options.get("compression"), dict):  # the form that a codec has in JSON
-            options["compression"] = TopK(**options["compression"])
-        strategy = SmartInfinityStrategy(
-            run.storage or str(Path(run.out) / "storage"), transfer=TransferConfig(**run.transfer), **options
-        )
+    options = dict(run.options)
+    if isinstance(options.get("compression"), dict):  # the form that a codec has in JSON
+        options["compression"] = TopK(**options["compression"])
+    storage = run.storage or str(Path(run.out) / "storage")
+    strategy = SmartInfinityStrategy(storage, transfer=TransferConfig(**run.transfer), **options)
     trainer = pl.Trainer(
         accelerator=run.accelerator,
         devices=run.devices,
@@ -199,15 +192,15 @@ def parse(raw: dict[str, Any]) -> Run:
     return Run(recipe=recipe, **{**raw, "save_at": tuple(raw["save_at"])})
 
 
-def main() -> None:
+def main(figures: Callable[[pl.Trainer], dict[str, Any]] = lambda _: {}) -> None:
+    """Train the runs of a file. ``figures`` returns what else is noted of a training."""
     for raw in json.loads(Path(sys.argv[1]).read_text()):
         run = parse(raw)
         module, trainer, recorder = train(run)
         out = Path(run.out)
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"losses-{trainer.global_rank}.json").write_text(
-            json.dumps({"losses": module.losses, "validated": module.validated, **recorder.extra})
-        )
+        noted = {"losses": module.losses, "validated": module.validated, **recorder.extra, **figures(trainer)}
+        (out / f"losses-{trainer.global_rank}.json").write_text(json.dumps(noted))
         if trainer.global_rank == 0:
             torch.save(recorder.masters, out / "masters.pt")
 
