@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.common.update_rules import RULES as DESCRIPTIONS
@@ -177,7 +176,6 @@ Bits = npt.NDArray[Any]
 """Values as they lie in memory: fp32, or 16-bit patterns as int16."""
 
 DTYPES = [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16]
-_TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
 
 STEPS = {
     "adamw": adam_step(),
@@ -243,14 +241,18 @@ def encode(values: Floats, dtype: DType) -> Bits:
     """Return values as stored in memory: fp32, or the 16-bit patterns that torch gives."""
     if dtype is DType.FLOAT32:
         return values.copy()
-    return torch.from_numpy(values).to(_TORCH[dtype]).view(torch.int16).numpy().copy()
+    import torch  # here, as programs that tests start need nothing of it, and start ten times as fast without
+
+    return torch.from_numpy(values).to(getattr(torch, dtype.name.lower())).view(torch.int16).numpy().copy()
 
 
 def decode(values: Bits, dtype: DType) -> Floats:
     """Return stored values as fp32."""
     if dtype is DType.FLOAT32:
         return values.copy()
-    return torch.from_numpy(values).view(_TORCH[dtype]).float().numpy()
+    import torch
+
+    return torch.from_numpy(values).view(getattr(torch, dtype.name.lower())).float().numpy()
 
 
 def assert_same_bits(found: Bits, expected: Bits) -> None:
