@@ -269,7 +269,8 @@ class GradientArena:
         if self._copies is not None and self._copies.takes(gradient):
             self._copies.write(target, gradient)
         else:
-            target.copy_(gradient)
+            # Between fp32 and fp16, torch 2.13 loses the sign of a tensor that is negated lazily.
+            target.copy_(gradient.resolve_neg())
 
     def _add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
         if self._copies is not None and self._copies.takes(gradient):
