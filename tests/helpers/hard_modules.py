@@ -117,7 +117,7 @@ class Trained:
     steps: dict[str, int]
 
 
-def train_plainly(case: Case, *, world_size: int = 1, loss_scale: float = 2.0**10) -> Trained:
+def train_plainly(case: Case, *, world_size: int = 1) -> Trained:
     """Train with plain torch: fp32 masters, gradients summed in fp32 and averaged over the ranks."""
     module = case.module().to(case.dtype)
     names = [name for name, p in module.named_parameters() if p.requires_grad]
@@ -127,15 +127,20 @@ def train_plainly(case: Case, *, world_size: int = 1, loss_scale: float = 2.0**1
     losses: list[float] = []
     # Every rank has buffers of its own.
     buffers = [copy.deepcopy(list(module.buffers())) for _ in range(world_size)]
+    scale = 2.0**10 if case.dtype is torch.float16 else 1.0
     for step in range(case.steps):
         for when in range(step * case.accumulate, (step + 1) * case.accumulate):
             for rank in range(world_size):
                 _set(list(module.buffers()), buffers[rank])
-                loss = _backward(
-                    case, module, params, masters, when, rank, world_size=world_size, loss_scale=loss_scale
-                )
+                loss = module.loss(case.batch(when, rank), when)
+                (loss / case.accumulate * scale).backward()
+                for param, master in zip(params, masters, strict=True):
+                    if param.grad is not None:
+                        gradient = param.grad.float() / scale / world_size
+                        master.grad = gradient if master.grad is None else master.grad + gradient
+                module.zero_grad(set_to_none=True)
                 _set(buffers[rank], list(module.buffers()))
-                losses += [loss] if rank == 0 else []
+                losses += [float(loss.detach())] if rank == 0 else []
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_([m for m in masters if m.grad is not None], case.clip)
         optimizer.step()
@@ -147,29 +152,6 @@ def train_plainly(case: Case, *, world_size: int = 1, loss_scale: float = 2.0**1
     by_name = dict(zip(names, masters, strict=True))
     counts = {name: int(optimizer.state[master].get("step", 0)) for name, master in by_name.items()}
     return Trained(losses, {name: master.detach() for name, master in by_name.items()}, counts)
-
-
-def _backward(
-    case: Case,
-    module: HardModule,
-    params: list[nn.Parameter],
-    masters: list[nn.Parameter],
-    when: int,
-    rank: int,
-    *,
-    world_size: int,
-    loss_scale: float,
-) -> float:
-    """Add one rank's gradients of one micro-batch to the masters' and return its loss."""
-    scale = loss_scale if case.dtype is torch.float16 else 1.0
-    loss = module.loss(case.batch(when, rank), when)
-    (loss / case.accumulate * scale).backward()
-    for param, master in zip(params, masters, strict=True):
-        if param.grad is not None:
-            gradient = param.grad.float() / scale / world_size
-            master.grad = gradient if master.grad is None else master.grad + gradient
-    module.zero_grad(set_to_none=True)
-    return float(loss.detach())
 
 
 def _set(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -461,8 +443,20 @@ class Outputs(Stack):
 # ---- frozen parts
 
 
+def grouped(named: list[tuple[str, Any]], order: str) -> list[dict[str, Any]]:
+    """Return the groups of weights (w), biases (b) and nothing (0), in the order of a word of these letters."""
+    weights = [param for name, param in named if not name.endswith("bias")]
+    biases = [param for name, param in named if name.endswith("bias")]
+    kinds: dict[str, dict[str, Any]] = {
+        "w": {"params": weights, "weight_decay": 0.1, "lr": 1e-2},
+        "b": {"params": biases, "weight_decay": 0.0, "lr": 5e-3},
+        "0": {"params": [], "weight_decay": 0.5, "lr": 1.0},
+    }
+    return [dict(kinds[letter]) for letter in order]
+
+
 class Adapted(Stack):
-    """A frozen base with small trainable factors beside it, as in LoRA."""
+    """A frozen base with small trainable factors beside it, as in LoRA; most of its parameter groups are empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -471,6 +465,9 @@ class Adapted(Stack):
 
     def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
         return super().middle(x, when) + self.up(self.down(x))
+
+    def build_optimizer(self, named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(grouped(named, "0w0b"), eps=1e-4)
 
 
 class Teacher(Stack):
@@ -487,13 +484,6 @@ class Teacher(Stack):
 
 
 # ---- unusual backward passes
-
-
-class TwoForwards(Stack):
-    """Two forwards through every layer and one backward."""
-
-    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        return super().loss(x, when) + 0.3 * super().loss(x.flip(0) * 0.5, when)
 
 
 class Penalty(Stack):
@@ -561,31 +551,3 @@ class Large(HardModule):
 
     def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
         return mean_square(torch.tanh((x * self.small) @ self.large.t()))
-
-
-def grouped(named: list[tuple[str, Any]], order: str) -> list[dict[str, Any]]:
-    """Return the groups of weights (w), biases (b) and nothing (0), in the order of a word of these letters."""
-    weights = [param for name, param in named if not name.endswith("bias")]
-    biases = [param for name, param in named if name.endswith("bias")]
-    kinds: dict[str, dict[str, Any]] = {
-        "w": {"params": weights, "weight_decay": 0.1, "lr": 1e-2},
-        "b": {"params": biases, "weight_decay": 0.0, "lr": 5e-3},
-        "0": {"params": [], "weight_decay": 0.5, "lr": 1.0},
-    }
-    return [dict(kinds[letter]) for letter in order]
-
-
-class Decayed(Reused):
-    """A module with empty groups before, between and after the others."""
-
-    order = "0w0b0"
-
-    def build_optimizer(self, named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(grouped(named, self.order), eps=1e-4)
-
-
-class Adapters(Adapted):
-    """A frozen base with adapters that have no bias: the group without decay is empty."""
-
-    def build_optimizer(self, named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(grouped(named, "wb"), eps=1e-4)

@@ -22,7 +22,6 @@ from tests.training.model_runs import assert_trains_like_torch, on_each_rank, tr
 
 # Two processes train these in turn.
 LONG = {
-    "empty parameter groups",
     "adapters, and an empty parameter group",
     "parameters in containers",
     "a tensor larger than ring and sub-group",
@@ -99,7 +98,6 @@ ALL_ON_TWO = (
     "a module in two parents",
     "parameters in containers",
     "nested outputs",
-    "empty parameter groups",
     "reentrant, one bucket",
     "reentrant, bf16",
     "in bf16",
@@ -121,7 +119,7 @@ def test_two_processes_train_like_torch(name: str, trained: dict[str, Trained]) 
 
 
 # Two processes train the others in turn, or another case has the same in another precision.
-LONG_GRAPHS = ("a gradient penalty", "losses balanced by their slopes", "two forwards, one backward")
+LONG_GRAPHS = ("a gradient penalty", "losses balanced by their slopes")
 
 
 @pytest.mark.parametrize("name", long_but([name for name in GRAPHS if name not in LONG_GRAPHS], GRAPHS))
