@@ -1,14 +1,12 @@
 """Orders and failures of copies of activations, in a process that has the emulated device.
 
-``tests/emulated_cuda/test_gpu_tests.py`` runs this file.
+``tests/emulated_cuda/test_device.py`` runs this file.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import threading
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,22 +16,17 @@ import torch
 
 from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.activations import OffloadedActivations
-from lightning_smartinfinity.activations.cuda.copies import DeviceCopies, _Direction, _streams
-from lightning_smartinfinity.activations.tuning import tuner
-from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
+from lightning_smartinfinity.activations.cuda.copies import _Direction, _streams
 from lightning_smartinfinity.errors import CudaError
-from lightning_smartinfinity.native import CudaEvent
 from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
+from tests.activations.chains import BLOCK, chain
 from tests.activations.models import drop_memory, everything, opened
 from tests.helpers.native_testing import Hold
 from tests.helpers.waiting import await_that
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 
-BLOCK = 4096
 ENTRIES = 8
 TIGHT = everything(host_bytes=3 * BLOCK, budget_bytes=4 * BLOCK)
-NOTHING = Choice(num_offloaded=0, offloaded_bytes=0, kept_bytes=0, seconds=0.0, stall_seconds=0.0, peak_bytes=0)
-LATE = 0.5  # seconds
 CALLS = [
     "cuEventCreate",
     "cuEventRecord",
@@ -76,16 +69,10 @@ def streams(link: CudaLink) -> Iterator[tuple[int, int]]:
 _KEPT: list[object] = []
 
 
-def chain(x: torch.Tensor, length: int = ENTRIES + 1) -> torch.Tensor:
-    for _ in range(length):
-        x = x.sin()
-    return x.sum()
-
-
 def saved(offloaded: OffloadedActivations) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
     with offloaded.forward(x):
-        return x, chain(x)
+        return x, chain(x, ENTRIES + 1)
 
 
 def gradient(x: torch.Tensor, loss: torch.Tensor, *, retain: bool = False) -> torch.Tensor:
@@ -101,7 +88,7 @@ def choose_first(offloaded: OffloadedActivations) -> None:
 
 def expected() -> torch.Tensor:
     x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
-    return gradient(x, chain(x))
+    return gradient(x, chain(x, ENTRIES + 1))
 
 
 def whole(offloaded: OffloadedActivations) -> bool:
@@ -187,23 +174,6 @@ def test_memory_of_the_device_is_not_used_before_its_copy(
         driver.open(gate)
         del others
         assert torch.equal(gradient(x, loss), expected())
-
-
-def test_a_tensor_is_copied_when_it_is_computed(tmp_path: Path, driver: FakeCuda) -> None:
-    """Copies wait for the stream that computes, whole storages' and those of parts."""
-    x = torch.linspace(0, 1, BLOCK, requires_grad=True)
-
-    def computed() -> torch.Tensor:
-        y = (x * 2).view(64, 64)
-        return (y[:, :8] * y[:, 8:16]).sum() + chain(x * 3)
-
-    wanted = gradient(x, computed())
-    with opened(tmp_path) as offloaded:
-        for _ in range(2):
-            with offloaded.forward(x):
-                torch.cuda._sleep(10**8)
-                loss = computed()
-            assert torch.equal(gradient(x, loss), wanted)
 
 
 def test_memory_of_the_pool_that_copies_use(tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]) -> None:
@@ -294,53 +264,6 @@ def test_an_interrupt_behind_the_start_of_a_copy(
         await_that(lambda: whole(offloaded))
 
 
-def test_an_interrupt_when_the_host_waits_for_a_copy(
-    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]
-) -> None:
-    """The memory is kept, and the next wait is for the same copy."""
-    with opened(tmp_path) as offloaded:
-        choose_first(offloaded)
-        await_that(lambda: whole(offloaded))
-        gate = driver.gate(streams[0])
-        saved(offloaded)
-        (copies,) = offloaded._store.devices._all()
-        event, memory = copies._out._kept[0]
-        interrupted = InterruptedWait(event), memory
-        copies._out._kept[0] = interrupted  # type: ignore[assignment]
-        with pytest.raises(KeyboardInterrupt):
-            offloaded.close()
-        assert copies._out._kept[0] is interrupted
-        driver.open(gate)
-
-
-class InterruptedWait:
-    """A point of which the first wait is interrupted."""
-
-    def __init__(self, event: CudaEvent) -> None:
-        self.done, self._event, self._was_waited_for = event.done, event, False
-
-    def synchronize(self) -> None:
-        if not self._was_waited_for:
-            self._was_waited_for = True
-            raise KeyboardInterrupt
-        self._event.synchronize()
-
-
-def test_an_interrupt_before_the_first_copy(tmp_path: Path, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later forwards offload."""
-    with opened(tmp_path) as offloaded:
-        with monkeypatch.context() as patch:
-            patch.setattr(DeviceCopies, "__init__", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                saved(offloaded)
-        assert torch.equal(gradient(*saved(offloaded)), expected())
-        assert offloaded.traffic().offloaded_bytes > 0
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def test_a_host_that_is_ahead(tmp_path: Path, driver: FakeCuda) -> None:
     """If the pool has no room, forward waits until the device has computed what is evicted, but not for storage."""
     with opened(tmp_path, everything(host_bytes=2 * BLOCK)) as offloaded:
@@ -370,33 +293,6 @@ def test_everything_comes_back(tmp_path: Path, driver: FakeCuda, settings: Activ
     assert not set(SYNCHRONOUS) & set(calls)
 
 
-def test_the_order_of_one_tensor(tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]) -> None:
-    """Each stream waits by an event for the one before it, and the host for none."""
-    with opened(tmp_path) as offloaded:
-        for _ in range(3):  # the first two are measured
-            x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
-            driver.clear()
-            with offloaded.forward(x):
-                loss = chain(x, 2)
-            driver.wait(streams[0])
-            gradient(x, loss)
-        log = driver.log()
-    named = {f"stream={stream}": name for stream, name in zip((0, *streams), ("torch's", "out", "in"), strict=True)}
-    calls = [(call.removeprefix("cu"), detail) for call, _, detail in (line.partition(" ") for line in log)]
-    ordered = ("EventRecord", "EventSynchronize", "Memcpy", "StreamWaitEvent")
-    assert [f"{call} {named.get(detail, '')}".strip() for call, detail in calls if call.startswith(ordered)] == [
-        "EventRecord torch's",
-        "StreamWaitEvent out",
-        "MemcpyDtoHAsync_v2",
-        "EventRecord out",
-        "EventRecord torch's",
-        "StreamWaitEvent in",
-        "MemcpyHtoDAsync_v2",
-        "EventRecord in",
-        "StreamWaitEvent torch's",
-    ]
-
-
 def test_copies_that_are_slower_than_forward(
     tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,23 +308,3 @@ def test_copies_that_are_slower_than_forward(
         assert after.offloaded_bytes - before.offloaded_bytes == 2 * BLOCK
         assert after.kept_for_room_bytes - before.kept_for_room_bytes == (ENTRIES - 2) * BLOCK
         assert torch.equal(gradient(x, loss), expected())
-
-
-def test_waits_for_copies_are_left_out(
-    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Backward is not measured to be slow because copies were late, and the host waits for none of them."""
-    profiles: list[Profile] = []
-    monkeypatch.setattr(tuner, "choose", lambda profile, **_: profiles.append(profile) or NOTHING)
-    with opened(tmp_path, everything()) as offloaded:
-        gradient(*saved(offloaded))
-        x, loss = saved(offloaded)
-        gate = driver.gate(streams[1])
-        began = time.monotonic()
-        found = gradient(x, loss)
-        assert time.monotonic() - began < LATE
-        threading.Timer(LATE, driver.open, [gate]).start()
-        saved(offloaded)
-        assert torch.equal(found, expected())
-    (profile,) = profiles
-    assert 0 < profile.backward_seconds < LATE and profile.copies is not None

@@ -9,8 +9,6 @@ import torch
 from tests.helpers.fresh_python import fresh_environment
 from tests.native.builds import ROOT, built_once
 
-__all__ = ["build", "environment"]
-
 HERE = Path(__file__).parent
 SONAME = "libcuda.so.1"  # so the core finds this library where it looks for the driver
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["install"]
-
 NUM_DEVICES = 2
 _CUDA = int(torch._C._autograd.DeviceType.CUDA)
 _MEMORY = 4 << 30

@@ -19,6 +19,7 @@ import torch
 
 from tests.emulated_cuda.build import build, environment
 from tests.helpers.long_cases import long_but
+from tests.helpers.models import Recipe
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.native.builds import ROOT
@@ -30,13 +31,18 @@ from tests.training.worker import Outcome, Run, launch
 
 pytestmark = RunIf(torch_without_cuda=True)
 
-OVERLAPS = ("forward", "backward")  # the selections below are without overlap
-PLAIN = {
-    precision: dataclasses.replace(BF16, precision=precision, accumulate=2) for precision in ("bf16-true", "32-true")
-}
-BUDGET = dataclasses.replace(BF16, precision="bf16-true", width=64, depth=2)
+OVERLAPS = ("forward", "backward")
+SELECTED = dataclasses.replace(BF16, clip=0.5, accumulate=2)
 SELECTION = {"compression": {"ratio": 0.05, "exact": True}}
-OFFLOADS: dict[str, dict[str, Any]] = {"": {}, " offloaded": {"zero": {"offload_param": {"device": "cpu"}}}}
+PLAIN = [f"plain {precision}" for precision in ("bf16-true", "32-true")]
+OTHERS: dict[str, tuple[Recipe, str, dict[str, Any]]] = {
+    **{name: (dataclasses.replace(BF16, precision=name.split()[1], accumulate=2), "backward", {}) for name in PLAIN},
+    # Gradients go to storage, or are given up as they are used.
+    "budget": (dataclasses.replace(BF16, precision="bf16-true", width=64, depth=2), "backward", {}),
+    "selection": (SELECTED, "none", SELECTION),
+    "selection offloaded": (SELECTED, "none", {**SELECTION, "zero": {"offload_param": {"device": "cpu"}}}),
+}
+"""Trainings beside the cases, each with its overlap on the device and its options."""
 RESUMED = "bf16-mixed"
 EVERY_OVERLAP = [(name, overlap) for name in CASES for overlap in OVERLAPS]
 # Each case runs with one kind of overlap, the resumed one within backward; the other pairs take long.
@@ -65,17 +71,11 @@ def cases(root: Path, overlapped: list[tuple[str, str]]) -> tuple[dict[str, Run]
     for name, overlap in overlapped:
         recipe, options = CASES[name]
         device[f"{name} {overlap}"] = run_of(root / "device" / name / overlap, recipe, overlap, delays=1, **options)
-    for name, recipe in PLAIN.items():
-        host[f"plain {name}"] = run_of(root / "host" / f"plain {name}", recipe, "none")
-        device[f"plain {name}"] = run_of(root / "device" / f"plain {name}", recipe, "backward")
-    host["budget"] = run_of(root / "host" / "budget", BUDGET, "none")
-    within = run_of(root / "device" / "budget", BUDGET, "backward", delays=1)
-    device["budget"] = dataclasses.replace(within, transfer={**SMALL_RING, "gradient_bytes": 96 << 10})
-    recipe = dataclasses.replace(BF16, clip=0.5, accumulate=2)
-    for offload, options in OFFLOADS.items():
-        name = f"selection{offload}"
-        host[name] = run_of(root / "host" / name, recipe, "none", **SELECTION, **options)
-        device[name] = run_of(root / "device" / name, recipe, "none", delays=1, **SELECTION, **options)
+    for name, (recipe, overlap, options) in OTHERS.items():
+        host[name] = run_of(root / "host" / name, recipe, "none", **options)
+        delays = None if name in PLAIN else 1
+        device[name] = run_of(root / "device" / name, recipe, overlap, delays=delays, **options)
+    device["budget"] = dataclasses.replace(device["budget"], transfer={**SMALL_RING, "gradient_bytes": 96 << 10})
     host[RESUMED] = dataclasses.replace(host[RESUMED], save_at=(2,))
     name = f"{RESUMED} backward"
     device[name] = dataclasses.replace(device[name], save_at=(2,))
@@ -94,42 +94,29 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
     return Trained(root, dict(zip(host, by_host, strict=True)), dict(zip(device, by_device, strict=True)))
 
 
-def result(outcome: Outcome) -> tuple[Any, Any]:
-    figures = {
-        name: figure
-        for name, figure in outcome.extra.items()
-        if name not in ("outputs", "adopted", "binding", "discarded")
-    }
-    return (outcome.losses, figures), outcome.masters
-
-
 @pytest.mark.parametrize(("name", "overlap"), long_but(USUAL, EVERY_OVERLAP))
 def test_same_bits(name: str, overlap: str, trained: Trained) -> None:
     """Accumulation, clipping, skipped steps, validation, unused and offloaded parameters give the bits of the host."""
-    assert_same(result(trained.device[f"{name} {overlap}"]), result(trained.host[name]))
+    assert_same_outcome(trained.device[f"{name} {overlap}"], trained.host[name])
 
 
-@pytest.mark.parametrize("name", [f"plain {precision}" for precision in PLAIN])
-def test_updates_begin_within_backward(name: str, trained: Trained) -> None:
-    """Every step of a plain loop keeps the update that began within its backward, on the device."""
-    ours = trained.device[name]
-    assert_same(result(ours), result(trained.host[name]))
-    assert (ours.extra["outputs"], ours.extra["adopted"], ours.extra["discarded"]) == (
-        "CudaPartition",
-        BF16.max_steps,
-        0,
-    )
+def assert_same_outcome(device: Outcome, host: Outcome) -> None:
+    """Assert that losses, figures and masters are equal."""
+    figures = {name: device.extra[name] for name in host.extra}
+    assert_same(((device.losses, figures), device.masters), ((host.losses, host.extra), host.masters))
 
 
-def test_a_budget_of_gradients(trained: Trained) -> None:
-    """Gradients that go to storage, or are given up as they are used, come from a device, too."""
-    assert_same(result(trained.device["budget"]), result(trained.host["budget"]))
+@pytest.mark.parametrize("name", OTHERS)
+def test_same_bits_of_gradients_elsewhere(name: str, trained: Trained) -> None:
+    """So do updates that begin within backward, gradients on storage or given up, and a selection on the device.
 
-
-@pytest.mark.parametrize("offload", OFFLOADS)
-def test_selection_on_the_device(offload: str, trained: Trained) -> None:
-    """The device selects the gradients that the host selects."""
-    assert_same(result(trained.device[f"selection{offload}"]), result(trained.host[f"selection{offload}"]))
+    Every step of a plain loop keeps the update that began within its backward.
+    """
+    found = trained.device[name]
+    assert_same_outcome(found, trained.host[name])
+    if name in PLAIN:
+        guesses = [found.extra[figure] for figure in ("outputs", "adopted", "discarded")]
+        assert guesses == ["CudaPartition", BF16.max_steps, 0]
 
 
 def test_a_checkpoint_in_the_middle(trained: Trained) -> None:
@@ -144,24 +131,12 @@ def test_a_checkpoint_in_the_middle(trained: Trained) -> None:
         assert_same((None, resumed.masters), (None, straight.masters))
 
 
-@pytest.mark.long
-def test_two_processes(tmp_path: Path) -> None:
-    """Two ranks with a device each give the bits of two on the host."""
-    recipe, options = CASES[RESUMED]
-    host = dataclasses.replace(run_of(tmp_path / "host", recipe, "none", **options), devices=2)
-    within = run_of(tmp_path / "device", recipe, "backward", delays=1, **options)
-    (straight,) = launch(host)
-    device = dataclasses.replace(within, devices=2, accelerator="cuda")
-    (outcome,) = launch(device, env=environment(build()), worker="tests.training.guesses_worker")
-    assert_same(result(outcome), result(straight))
-
-
-def run_worker(name: str, *arguments: str | Path, seed: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run a worker of this folder in a process that has the device."""
+def run_worker(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
+    """Run the worker of this folder in a process that has the device."""
     return subprocess.run(
-        [sys.executable, "-m", f"tests.emulated_cuda.{name}", *map(str, arguments)],
+        [sys.executable, "-m", "tests.emulated_cuda.worker", *map(str, arguments)],
         cwd=ROOT,
-        env=environment(build(), seed=seed),
+        env=environment(build()),
         capture_output=True,
         text=True,
         timeout=PROCESS_LIMIT,
@@ -170,10 +145,12 @@ def run_worker(name: str, *arguments: str | Path, seed: int = 1) -> subprocess.C
 
 def test_any_program_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random trainings with random interference, as on the host: some updates are kept and some are rolled back."""
-    done = run_worker("programs_worker", tmp_path, str(programs.FIRST_PROGRAM), str(programs.NUM_PROGRAMS))
+    # The first two programs of the host begin no update within backward.
+    seeds = range(programs.FIRST_PROGRAM + 2, programs.FIRST_PROGRAM + programs.NUM_PROGRAMS)
+    done = run_worker("train_programs", tmp_path, seeds.start, seeds.stop)
     assert done.returncode == 0, done.stderr[-6000:]
     right = wrong = 0
-    for seed in range(programs.FIRST_PROGRAM, programs.FIRST_PROGRAM + programs.NUM_PROGRAMS):
+    for seed in seeds:
         drawn = programs.program(seed)
         with monkeypatch.context() as patch:
             patch.setattr(programs.GradientPath, "bypasses_buckets", drawn.bypasses_buckets)
@@ -192,7 +169,7 @@ def test_a_device_that_fails(skipped: int, tmp_path: Path) -> None:
     run = run_of(tmp_path / "failed", recipe, "backward")
     runs = tmp_path / "runs.json"
     runs.write_text(json.dumps([dataclasses.asdict(dataclasses.replace(run, accelerator="cuda"))]))
-    done = run_worker("failing_worker", runs, str(skipped))
+    done = run_worker("fail", runs, skipped)
     assert done.returncode == 1 and ("CudaError" in done.stderr or "CUDA error" in done.stderr), done.stderr[-6000:]
     (again, _, _), now = result_on_host(dataclasses.replace(run, resume="storage"))
     assert again == losses[-len(again) :]

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-__all__ = ["on_the_device"]
-
 
 @pytest.fixture
 def on_the_device() -> Iterator[None]:

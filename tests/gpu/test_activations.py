@@ -20,23 +20,23 @@ from tests.activations.test_bounds import (
     test_the_file_does_not_grow_without_end,
     test_the_newest_stay,
 )
-from tests.activations.test_gradients import test_everything_offloaded
+from tests.activations.test_gradients import (
+    test_everything_offloaded,
+)
 from tests.activations.test_lifetime import (
     test_a_dropped_graph_frees_everything,
-    test_a_gradient_of_a_gradient,
     test_a_retained_graph_is_read_again,
     test_an_interrupt_in_backward,
     test_backward_frees_everything,
     test_forward_frees_what_is_offloaded,
-    test_two_forwards_before_a_backward,
-    test_what_somebody_holds_is_not_written_again,
 )
-from tests.activations.test_peers import (
+from tests.activations.test_packing import (
     test_a_change_in_place_raises,
-    test_an_exception_in_forward_leaves_nothing,
-    test_ours_is_exact,
 )
-from tests.activations.test_transfers import test_each_entry_is_read_once, test_what_is_wanted_early_is_forwarded
+from tests.activations.test_transfers import (
+    test_each_entry_is_read_once,
+    test_what_is_wanted_early_is_forwarded,
+)
 from tests.helpers.runif import RunIf
 
 __all__ = [
@@ -44,46 +44,23 @@ __all__ = [
     "test_a_change_in_place_raises",
     "test_a_dropped_graph_frees_everything",
     "test_a_full_pool_stops_nothing",
-    "test_a_gradient_of_a_gradient",
     "test_a_retained_graph_is_read_again",
     "test_a_tensor_that_is_larger_than_the_pool",
-    "test_an_exception_in_forward_leaves_nothing",
     "test_an_interrupt_in_backward",
     "test_backward_frees_everything",
     "test_each_entry_is_read_once",
     "test_everything_offloaded",
     "test_forward_frees_what_is_offloaded",
-    "test_ours_is_exact",
     "test_storage_is_bounded",
     "test_the_file_does_not_grow_without_end",
     "test_the_newest_stay",
-    "test_two_forwards_before_a_backward",
     "test_what_is_wanted_early_is_forwarded",
-    "test_what_somebody_holds_is_not_written_again",
 ]
 
 pytestmark = [RunIf(cuda_devices=1), pytest.mark.usefixtures("on_the_device")]
 
 BLOCK = 4096
 TIGHT = everything(host_bytes=4 * BLOCK, budget_bytes=6 * BLOCK)
-
-
-@pytest.mark.parametrize("is_contiguous", [True, False])
-def test_a_small_part_of_a_storage(tmp_path: Path, is_contiguous: bool) -> None:
-    """A part of a storage is written compactly, and comes back with its strides and its offset."""
-    with opened(tmp_path, TIGHT) as offloaded:
-        x = torch.randn(64, 64, requires_grad=True)
-
-        def computed() -> torch.Tensor:
-            y = x * 2
-            part = y[8:16] if is_contiguous else y[:, 8:16]
-            return (part.sin() * part.t().contiguous().t()).sum() + chain(x * 3)
-
-        with offloaded.forward(x):
-            loss = computed()
-        (found,) = torch.autograd.grad(loss, x)
-        (expected,) = torch.autograd.grad(computed(), x)
-        assert torch.equal(found, expected)
 
 
 def test_streams_of_the_user(tmp_path: Path) -> None:
