@@ -6,15 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
+from lightning_smartinfinity.integrations.trainer.callback_support import synchronize_layers
+from lightning_smartinfinity.zero3.parameters.deepspeed_patches import _TRACE, ModuleTrace
 from lightning_smartinfinity.zero3.parameters.module_guard import refuse_late_parameters
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.small import Small
 from tests.training.test_bad_input import assert_helpful
 
@@ -62,14 +63,6 @@ def trained(module: Lit, folder: Path, strategy: Any = None, **settings: Any) ->
     )
     trainer.fit(module)
     return module
-
-
-def registers(net: nn.Sequential) -> None:
-    def hook(layer: nn.Module, _: object) -> None:
-        if not hasattr(layer, "late"):
-            layer.late = nn.Parameter(torch.zeros(1))
-
-    net[2].register_forward_pre_hook(hook)
 
 
 def replaces(number: int, made: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Sequential], None]:
@@ -122,7 +115,6 @@ CASES: dict[str, tuple[Callable[[], Lit], str]] = {
         lambda: Lit(begins=lambda module: setattr(module, "extra", nn.Linear(1, 1).requires_grad_(False))),
         "'extra.weight' of Linear",
     ),
-    "layer replaced": (lambda: Lit(begins=lambda m: m.net.insert(2, nn.Linear(6, 6))), "'net.2.weight' of Linear"),
     "parameter replaced": (
         lambda: Lit(begins=lambda module: setattr(module.net[0], "bias", nn.Parameter(torch.zeros(6)))),
         "Linear 'net.0' has the parameter 'bias'",
@@ -132,7 +124,6 @@ CASES: dict[str, tuple[Callable[[], Lit], str]] = {
         lambda: Lit(replaces(2, lambda _: Replacing(6, 1))),
         "Replacing 'net.2' has the parameter 'bias'",
     ),
-    "parameter of a hook": (lambda: Lit(registers), "Linear 'net.2' has the parameter 'late'"),
     "scripted": (lambda: Lit(replaces(2, torch.jit.script)), "Module 'net.2' was made by torch.jit.script"),
     "scripted activation": (lambda: Lit(replaces(1, torch.jit.script)), "Module 'net.1' was made by torch.jit"),
     "traced layers": (lambda: Lit(replaces(2, lambda layer: traced(nn.Sequential(layer)))), "Module 'net.2' was made"),
@@ -189,25 +180,56 @@ def test_a_trained_module_is_not_traced(tmp_path: Path) -> None:
         refuse_late_parameters(module)
 
 
-class Unhashable:
-    """Defines == without a hash, as a dataclass does."""
-
-    def __eq__(self, other: object) -> bool:
-        raise AssertionError("== was called")
-
-    __hash__ = None  # type: ignore[assignment]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class Noting(Unhashable, pl.Callback):
-    pass
+class Plugin(LayerSync):
+    """Notes what it is asked to convert."""
+
+    def apply(self, model: Any) -> Any:
+        model.seen.append(len(list(model.parameters())))
+        return model
+
+    def revert(self, model: Any) -> Any:
+        return model
 
 
-class Saving(Unhashable, ModelCheckpoint):
-    pass
+def test_a_plugin_of_the_users_converts_the_module(tmp_path: Path) -> None:
+    """It is called as with Lightning's DDP, once."""
+    module = Small()
+    fit(module, tmp_path, plugins=[Plugin()], max_steps=1)
+    assert module.seen[0] == 6 and len(module.seen) == 2
 
 
-def test_callbacks_are_told_apart_by_identity(tmp_path: Path) -> None:
-    """Callbacks may define == as they like, those that save included."""
-    saving = [Saving(tmp_path / "a", every_n_train_steps=3, save_top_k=-1), Saving(tmp_path / "b", every_n_epochs=2)]
-    trained(Lit(), tmp_path, callbacks=[Noting(), Noting(), *saving], enable_checkpointing=True)
-    assert [len(list((tmp_path / name).iterdir())) for name in "ab"] == [2, 1]
+@pytest.mark.parametrize(("device", "ranks", "kind"), [(GPU, 2, nn.SyncBatchNorm), (CPU, 1, nn.BatchNorm1d)])
+def test_torch_synchronizes_batch_norms_of_several_processes(
+    device: torch.device, ranks: int, kind: type[nn.Module]
+) -> None:
+    """The parameters stay; one process has nothing to synchronize."""
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    converted = synchronize_layers(model, TorchSyncBatchNorm(), device=device, ranks=ranks)
+    assert type(converted[0]) is kind  # type: ignore[index]
+    assert converted[0].weight is model[0].weight  # type: ignore[index]
+
+
+def test_batch_norms_on_cpus_are_refused() -> None:
+    """Torch's own error would come in the first step. A model without batch norms trains."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(UnsupportedError, match="'1': torch's SyncBatchNorm needs a GPU") as caught:
+        synchronize_layers(net, TorchSyncBatchNorm(), device=CPU, ranks=2)
+    assert "sync_batchnorm" in caught.value.remedy
+    assert synchronize_layers(net[:1], TorchSyncBatchNorm(), device=CPU, ranks=2)[0] is net[0]  # type: ignore[index]
+
+
+def test_no_module_copies_the_trace(tmp_path: Path) -> None:
+    """Every module that releases parameters looks at the rest of the trace, by an iterator."""
+
+    def note(module: Small) -> None:
+        optimizer: Any = module.trainer.strategy.optimizers[0]
+        traces.append(getattr(optimizer.parameter_offload.get_param_coordinator(), _TRACE))
+
+    traces: list[Any] = []
+    fit(Small(on_train_batch_end=note, on_train_batch_start=note), tmp_path, precision="32-true", max_steps=4)
+    trace = max((each for each in traces if type(each) is ModuleTrace), key=len)
+    rest = trace[1:]
+    assert next(rest) is trace[1] and len(list(rest)) == len(trace) - 2 > 3

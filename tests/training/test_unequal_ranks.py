@@ -16,30 +16,27 @@ WORKER = "tests.training.unequal_worker"
 LONG = pytest.mark.long
 
 # By situation: what the error says of rank 0 and of rank 1, as regular expressions.
-SITUATIONS = {
-    "TrainingStreams": (r"in a .*, after step 2", r"in a .* in on_validation_start, .*, after step 2"),
-    "ForwardAtEnd": ("ended its training", r"gather of 'net.0.weight'.*:\d+ \(<lambda>\)"),
-    "ExtraBackward": (r"\(training_step\), after step 1", r"gather of 'net.0.weight'.*\(training_step\), after step 1"),
-    "ReadOnOne": ("training_epoch_loop.advance", r"in a gather in on_train_batch_end, .*\(<lambda>\), after"),
-    "WrittenOnOne": (r"in a gather in on_validation_end, .*\(<lambda>\)", "in a"),
-    "SavedOnOne": ("after step 4", r"\(<lambda>\), after step 4"),
-    "GeneratedApart": ("in a", r"gather of 'llama.* for module 'llama.*\(generate\)"),
-    "Busy": ("has waited for .* in a", r"has joined no collective for .*\(<lambda>\), after step 1"),
+DIVERGED = {
+    "fewer batches": (r"in a .*, after step 2", r"in a .* in on_validation_start, .*, after step 2"),
+    "forward at the end": ("ended its training", r"gather of 'net.0.weight'.*:\d+ \(<lambda>\)"),
+    "read on one": ("training_epoch_loop.advance", r"in a gather in on_train_batch_end, .*\(<lambda>\), after"),
+    "written on one": (r"in a gather in on_validation_end, .*\(<lambda>\)", "in a"),
+    "busy": ("has waited for .* in a", r"has joined no collective for .*\(<lambda>\), after step 1"),
     "loop": (r"has joined no collective for .*\(loop\), after step 3", r"in a .*\(loop\), after step 3"),
 }
-USUAL = ("TrainingStreams", "ForwardAtEnd", "ReadOnOne", "WrittenOnOne", "Busy")
+USUAL = ("fewer batches", "forward at the end", "written on one", "busy")
 
 
 @pytest.mark.seam("cut_connections ends waits: gloo has no call", "Processes listen on ports of gloo's connections.")
-@pytest.mark.parametrize("situation", long_but(USUAL, SITUATIONS))
+@pytest.mark.parametrize("situation", long_but(USUAL, DIVERGED))
 def test_ranks_that_cannot_meet(situation: str, tmp_path: Path) -> None:
     """Each rank that waits raises an error that names ranks, parameters, module, line and step; then it ends."""
     done = run_module(WORKER, tmp_path, situation, ranks=2)
     raised = set(re.findall(r"^\[rank(\d)\]: lightning_smartinfinity.errors.RanksDivergedError: ", done.stderr, re.M))
-    assert raised == ({"1"} if situation in ("ForwardAtEnd", "loop") else {"0", "1"}), done.stderr
+    assert raised == ({"1"} if situation in ("forward at the end", "loop") else {"0", "1"}), done.stderr
     told = re.search(r"RanksDivergedError: The ranks wait for each other at different places\..*", done.stderr)
     assert told, done.stderr
-    for rank, words in enumerate(SITUATIONS[situation]):
+    for rank, words in enumerate(DIVERGED[situation]):
         of_rank = re.search(rf"Rank {rank} on .*?(?=\. Rank |\. Give every )", told[0])
         assert of_rank and re.search(words, of_rank[0]), told[0]
 
@@ -47,22 +44,21 @@ def test_ranks_that_cannot_meet(situation: str, tmp_path: Path) -> None:
 @LONG
 def test_ranks_that_read_different_parameters(tmp_path: Path) -> None:
     """All ranks raise before any of them gathers, and the error names both lines."""
-    done = run_module(WORKER, tmp_path, "ReadDifferently", ranks=2)
+    done = run_module(WORKER, tmp_path, "read differently", ranks=2)
     line = r"\S+unequal_worker.py:\d+"
     told = rf"Rank 1 reads 'net.2.weight' at {line}, and rank 0 'net.0.weight' at {line}: all ranks"
     assert len(re.findall(rf"^\[rank\d\]: .*UnsupportedError: {told}", done.stderr, re.M)) == 2, done.stderr
 
 
-@pytest.mark.parametrize("situation", ["Slow", "SlowSave"])
-def test_lawful_waits(situation: str, tmp_path: Path) -> None:
+def test_lawful_waits(tmp_path: Path) -> None:
     """A rank that is slow in each batch, or takes three times the limit in a save, is waited for."""
-    done = run_module(WORKER, tmp_path, situation, ranks=2)
+    done = run_module(WORKER, tmp_path, "slow", ranks=2)
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
 
 
 def test_generated_texts_of_different_lengths(tmp_path: Path) -> None:
     """Each rank generates the tokens of a plain model in memory, as long as it asked for."""
-    done = run_module(WORKER, tmp_path, "Generated", ranks=2)
+    done = run_module(WORKER, tmp_path, "generated", ranks=2)
     assert done.returncode == 0, done.stderr
     plain = Generated()
     for rank in (0, 1):

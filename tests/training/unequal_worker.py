@@ -1,6 +1,6 @@
 """Two ranks of which one does something else: ``python -m tests.training.unequal_worker FOLDER SITUATION``.
 
-SITUATION is ``loop``, a key of :data:`HOOKS`, or the name of a class below. A rank that gets through prints ``done``.
+SITUATION is ``loop`` or a key of :data:`SITUATIONS`. A rank that gets through prints ``done``.
 """
 
 from __future__ import annotations
@@ -8,109 +8,43 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityFabricStrategy, SmartInfinityStrategy
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import await_that
+from tests.training.small import Small
 
 LIMIT = 2.0
 """Seconds that a rank may take to join the other one."""
 
-SEED = 7
+
+def on_rank(rank: int, act: Callable[[Any], object]) -> Callable[[Any], None]:
+    """Return a hook that does something on one rank alone."""
+
+    def hook(module: Any) -> None:
+        if module.global_rank == rank:
+            act(module)
+
+    return hook
 
 
-class Numbers(IterableDataset[torch.Tensor]):
-    """A stream of eight rows on rank 0, and of fewer on rank 1."""
-
-    def __init__(self, fewer: int) -> None:
-        self.fewer = fewer
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        rank = torch.distributed.get_rank()
-        return iter(torch.randn(8 - self.fewer * rank, 8, generator=torch.Generator().manual_seed(SEED)))
+def with_fewer_batches() -> Small:
+    """Return a module that has two batches fewer on rank 1."""
+    module = Small()
+    module.train_dataloader = lambda: DataLoader(torch.ones(8 - 4 * module.global_rank, 8), batch_size=2)  # type: ignore[method-assign, arg-type]
+    return module
 
 
-class Equal(pl.LightningModule):
-    """All ranks do the same."""
-
-    fewer = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(SEED)
-        self.net = nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 1))
-
-    @property
-    def is_alone(self) -> bool:
-        return self.global_rank == 1
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.net(batch).square().mean()
-        return loss
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.net(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-    def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        return DataLoader(Numbers(self.fewer), batch_size=2)
-
-    def val_dataloader(self) -> DataLoader[torch.Tensor]:
-        return DataLoader(Numbers(0), batch_size=2)
-
-
-class TrainingStreams(Equal):
-    """Rank 1 has two batches fewer in an epoch."""
-
-    fewer = 4
-
-
-class ExtraBackward(Equal):
-    """Rank 1 runs a backward more in a step."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        for _ in range(2 if self.is_alone and batch_idx == 1 else 1):
-            self.manual_backward(self.net(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class ReadDifferently(Equal):
-    """Each rank reads another parameter."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.net[2 * self.global_rank].weight.norm()
-
-
-class SlowSave(Equal):
-    """Rank 1 takes longer than the limit within a save."""
-
-    def on_train_epoch_end(self) -> None:
-        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "all.ckpt")
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.is_alone:
-            time.sleep(3 * LIMIT)
-
-
-class Generated(Equal):
+class Generated(Small):
     """Rank 1 generates more tokens in validation."""
-
-    synced: bool | None = None
 
     def __init__(self) -> None:
         from transformers import LlamaForCausalLM
@@ -122,48 +56,34 @@ class Generated(Equal):
 
     def generate(self, rank: int) -> list[int]:
         """Return the tokens that a rank generates."""
-        start, several = torch.arange(3, 7).unsqueeze(0), 3 + 4 * rank
-        tokens = self.llama.generate(start, max_new_tokens=several, do_sample=False, synced_gpus=self.synced)
+        tokens = self.llama.generate(torch.arange(3, 7).unsqueeze(0), max_new_tokens=3 + 4 * rank, do_sample=False)
         return tokens[0].tolist()  # type: ignore[no-any-return]
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         print(f"rank {self.global_rank}: {self.generate(self.global_rank)}", flush=True)
 
 
-class GeneratedApart(Generated):
-    """Rank 1 generates more tokens, and transformers was told not to wait for it."""
+def save_once(module: Any) -> None:
+    if module.current_epoch == 0:
+        module.trainer.save_checkpoint(Path(module.trainer.default_root_dir) / "all.ckpt")
 
-    synced = False
 
-
-HOOKS: dict[str, tuple[str, int, Callable[[Any], object]]] = {
-    "ReadOnOne": ("on_train_batch_end", 1, lambda module: module.net[0].weight.norm()),
-    "WrittenOnOne": ("on_validation_end", 0, lambda module: module.net[0].bias.data.mul_(0.5)),
-    "SavedOnOne": (
-        "on_train_epoch_end",
-        1,
-        lambda module: module.trainer.save_checkpoint(f"{module.trainer.default_root_dir}/alone.ckpt"),
+SITUATIONS: dict[str, Callable[[], Small]] = {
+    "fewer batches": with_fewer_batches,
+    "forward at the end": lambda: Small(on_train_end=on_rank(1, lambda module: module.net(torch.ones(1, 8)))),
+    "read on one": lambda: Small(on_train_batch_end=on_rank(1, lambda module: float(module.net[0].weight.norm()))),
+    "written on one": lambda: Small(on_validation_end=on_rank(0, lambda module: module.net[0].bias.data.mul_(0.5))),
+    "read differently": lambda: Small(
+        on_train_batch_end=lambda module: float(module.net[2 * module.global_rank].weight.norm())  # type: ignore[attr-defined]
     ),
-    "Busy": ("on_train_batch_end", 1, lambda module: time.sleep(3 * LIMIT)),
-    "ForwardAtEnd": ("on_train_end", 1, lambda module: module.net(torch.ones(1, 8))),
-    "Slow": ("on_train_batch_end", 1, lambda module: time.sleep(LIMIT / 3)),
+    "busy": lambda: Small(on_train_batch_end=on_rank(1, lambda module: time.sleep(3 * LIMIT))),
+    "slow": lambda: Small(
+        on_train_batch_end=on_rank(1, lambda module: time.sleep(LIMIT / 3)),
+        on_train_epoch_end=save_once,
+        on_save_checkpoint=on_rank(1, lambda module: time.sleep(3 * LIMIT)),
+    ),
+    "generated": Generated,
 }
-"""Situations of one rank alone: a hook, the rank, and what it does there."""
-
-
-def module_of(situation: str) -> Equal:
-    """Return the module of a situation."""
-    if situation not in HOOKS:
-        module: Equal = globals()[situation]()
-        return module
-    module, (hook, rank, act) = Equal(), HOOKS[situation]
-
-    def on_one(*_: Any) -> None:
-        if module.global_rank == rank:
-            act(module)
-
-    setattr(module, hook, on_one)
-    return module
 
 
 def loop(folder: Path) -> None:
@@ -185,9 +105,9 @@ def fit(folder: Path, situation: str) -> None:
     keys = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
     zero = {f"stage3_{key}": 0 for key in keys}
     strategy = SmartInfinityStrategy(folder / "storage", collective_timeout=LIMIT, zero=zero)
-    trainer = quiet_trainer(folder, strategy, devices=2, max_epochs=2, num_sanity_val_steps=0, precision="32-true")
-    trainer.fit(module_of(situation))
-    if situation == "ForwardAtEnd":
+    options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    quiet_trainer(folder, strategy, devices=2, precision="32-true", **options).fit(SITUATIONS[situation]())
+    if situation == "forward at the end":
         time.sleep(4 * LIMIT)
 
 
