@@ -1,4 +1,4 @@
-"""Models beside the one that is trained: teachers, references and reward models, prepared or not."""
+"""Loops with Accelerate, and models beside the one that is trained: teachers, references, prepared or not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import ConfigError, UnsupportedError
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
-from tests.huggingface.trained import BATCH, arguments, dataset, judge, load
+from tests.huggingface.trained import BATCH, arguments, dataset, judge, load, weights_in
 
 Use = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 IDS = dataset()[0]["input_ids"][None]
@@ -145,8 +145,12 @@ def test_a_reference_by_a_copy_of_the_configuration(model_folder: Path, tmp_path
     assert load(tmp_path / "saved").lm_head.weight.isfinite().all()
 
 
-def prepared(training: SmartInfinityTraining, model_folder: Path) -> tuple[Accelerator, Any, Any, Any]:
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=training.config))
+def to_prepare(
+    training: SmartInfinityTraining, model_folder: Path, accumulate: int = 1
+) -> tuple[Accelerator, Any, Any, Any]:
+    """Return an Accelerator, and what it is to prepare: a model, its optimizer and a loader."""
+    plugin = DeepSpeedPlugin(hf_ds_config=training.config, gradient_accumulation_steps=accumulate)
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulate)
     model = load(model_folder)
     return accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-3), DataLoader(dataset(), batch_size=BATCH)
 
@@ -155,7 +159,7 @@ def test_accelerate_prepares_a_second_model_after_the_trained_one(model_folder: 
     """Prepared or not, it answers as in memory, and the model that is trained takes the backward pass."""
     expected = asked(judge(model_folder), None, IDS).item()
     with SmartInfinityTraining(tmp_path / "storage") as training:
-        accelerator, model, optimizer, loader = prepared(training, model_folder)
+        accelerator, model, optimizer, loader = to_prepare(training, model_folder)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         seconds = [
             judge(model_folder).eval(),
@@ -176,7 +180,7 @@ def test_accelerate_prepares_a_second_model_after_the_trained_one(model_folder: 
 def test_accelerate_is_given_the_second_model_first(model_folder: Path, tmp_path: Path) -> None:
     """Accelerate sends every loss to the engine that it prepared first: that one says so."""
     with SmartInfinityTraining(tmp_path / "storage") as training:
-        accelerator, model, optimizer, loader = prepared(training, model_folder)
+        accelerator, model, optimizer, loader = to_prepare(training, model_folder)
         accelerator.prepare(judge(model_folder), loader)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         with pytest.raises(UnsupportedError, match=r"LlamaForSequenceClassification.*prepare that one before others"):
@@ -186,7 +190,7 @@ def test_accelerate_is_given_the_second_model_first(model_folder: Path, tmp_path
 def test_a_second_model_that_is_trained_too(model_folder: Path, tmp_path: Path) -> None:
     """It is refused by name, and the first training goes on, or ends by ``free_memory``."""
     with SmartInfinityTraining(tmp_path / "storage") as training:
-        accelerator, first, optimizer, loader = prepared(training, model_folder)
+        accelerator, first, optimizer, loader = to_prepare(training, model_folder)
         model, optimizer, loader = accelerator.prepare(first, optimizer, loader)
         second = judge(model_folder)
         others = torch.optim.AdamW(second.parameters())
@@ -196,3 +200,67 @@ def test_a_second_model_that_is_trained_too(model_folder: Path, tmp_path: Path) 
         optimizer.step()
         accelerator.free_memory()
         accelerator.prepare(second, others, loader)
+
+
+ACCUMULATE = 2
+SAVE_AT = 2  # batches
+
+
+def train_in_a_loop(model_folder: Path, out: Path, *, resume: Path | None = None) -> Any:
+    """Train over the data once, and return the losses, the norms after each backward, and the weights."""
+    losses, norms = [], []
+    with SmartInfinityTraining(out / "storage") as training:
+        accelerator, model, optimizer, loader = to_prepare(training, model_folder, accumulate=ACCUMULATE)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        if resume is not None:
+            accelerator.load_state(str(resume))
+        for number, batch in enumerate(loader, 1):
+            if resume is not None and number <= SAVE_AT:
+                continue
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                norms.append([norm_of(model), float(accelerator.clip_grad_norm_(model.parameters(), 1.0))])
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            if resume is None and number == SAVE_AT:
+                accelerator.save_state(str(out / "state"))
+        training.save_pretrained(out / "saved")
+    return losses, norms, weights_in(out / "saved")
+
+
+def norm_of(model: Any) -> float:
+    """Return the norm of the gradients."""
+    return float(torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]))
+
+
+def reference(model_folder: Path) -> tuple[list[float], list[list[float]]]:
+    """Return the losses of plain torch, and the norms after each backward."""
+    model = load(model_folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, norms = [], []
+    for number, batch in enumerate(DataLoader(dataset(), batch_size=BATCH), 1):
+        loss = model(**batch).loss
+        (loss / ACCUMULATE).backward()
+        norms.append([norm_of(model)] * 2)
+        losses.append(loss.item())
+        if number % ACCUMULATE == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # accelerate takes 1.0 for "auto"
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms
+
+
+def test_a_loop_trains_like_torch_and_goes_on_from_its_saved_state(model_folder: Path, tmp_path: Path) -> None:
+    """Losses and norms are those of plain torch, and ``save_state`` and ``load_state`` resume bit for bit.
+
+    "auto" takes accumulation from Accelerate, and its clipping at 1.0.
+    """
+    losses, norms, weights = train_in_a_loop(model_folder, tmp_path / "whole")
+    expected = reference(model_folder)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected[1]), atol=1e-4, rtol=0)
+    resumed, _, after = train_in_a_loop(model_folder, tmp_path / "resumed", resume=tmp_path / "whole" / "state")
+    assert resumed == losses[SAVE_AT:]
+    assert all(torch.equal(after[name], weights[name]) for name in weights)
