@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.cli.output import checked_output
 from lightning_smartinfinity.common import progress
 from tests.cli.conftest import Cli
 from tests.helpers.fresh_python import fresh_environment
@@ -78,10 +79,12 @@ def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ["convert", "a"],
         ["convert", "a", "--into", "b", "--state-format", "int2"],
         ["convert", "a", "--into", "s3://bucket/b", "--state-format", "bf16"],
+        ["jobs", "a\0b"],
+        ["scrub", "a\0b"],
     ],
 )
 def test_what_argparse_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing command, a missing destination, an unknown format or a URL prints the usage and gives status 2."""
+    """A missing command or destination, an unknown format, a URL or a null byte prints the usage; the status is 2."""
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: smart-infinity" in capsys.readouterr().err
@@ -176,3 +179,12 @@ def test_output_that_fails(
     if stream is not None and not stream.closed:
         stream.close()
     assert capsys.readouterr().err == (f"smart-infinity: the output cannot be written: {reason}.\n" if reason else "")
+
+
+def test_an_output_that_cannot_hold_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letters that the output's encoding lacks are shown by their numbers."""
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    with checked_output():
+        print("ü")
+    assert output.getvalue() == b"\\xfc\n"

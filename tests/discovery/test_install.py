@@ -90,6 +90,11 @@ def test_failed_installation_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> No
     _autoload.install()
 
 
+def test_module_without_registry_is_left_alone() -> None:
+    """A Lightning module without the registry is left alone, such as one still being executed."""
+    _autoload._register_with_trainer(ModuleType("lightning.pytorch.strategies"))
+
+
 @pytest.mark.parametrize("name", ["smart_infinity", "smart-infinity"])
 def test_name_that_the_user_registered_stays_theirs(name: str) -> None:
     """A preset that the user registered under the name, or under one like it, is kept."""
@@ -116,3 +121,17 @@ def test_reload_leaves_one_finder(monkeypatch: pytest.MonkeyPatch) -> None:
     _autoload.install()
     importlib.reload(_autoload).install()
     assert len(hooks()) == 1
+
+
+def test_other_finders_that_ask_everybody_else(registrations: list[str]) -> None:
+    """A finder that delegates to all others, as ours does, causes no endless recursion."""
+
+    class Delegating:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+            others = [finder for finder in sys.meta_path if finder is not self]
+            return next((spec for o in others if (spec := o.find_spec(name, path, target))), None)  # type: ignore
+
+    _autoload.install()
+    sys.meta_path.append(Delegating())  # type: ignore[arg-type]
+    importlib.import_module(TARGET)
+    assert registrations == [TARGET]
