@@ -64,9 +64,9 @@ def test_sizes_are_those_of_the_plan(sizes: list[str], capsys: pytest.CaptureFix
     words = shlex.split(SIZES)
     options = words[words.index("--gpu-memory") :]
     assert words[: len(words) - len(options)] == ["plan", "1B", "3B", "7B", "13B", "30B", "70B"]
-    # A table has a row for each of several models.
-    main(["plan", *sizes, *sizes, *options])
-    head, line, *rows = capsys.readouterr().out.splitlines()
+    # A table has a row for each of several models; the plan of the last one is quick.
+    main(["plan", *sizes, "1M", *options])
+    head, line, *rows, _ = capsys.readouterr().out.splitlines()
     assert f"{head}\n{line}\n" in README
     for row in rows:
         assert row in README.splitlines()
