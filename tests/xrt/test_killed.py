@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
-from tests.xrt.fits import same_arrays
-from tests.xrt.killed_worker import RECIPE, SAVE_EVERY
+from tests.training.storage_worker import StorageRun, end_of, launch, steps_of
 
 pytestmark = RunIf(xrt=True)
 
-SIGKILL = -9
+SAVE_EVERY, NUM_STEPS = 4, 32
 
 
-def run(folder: Path, device: str, overlap: str, when: str) -> int:
-    """Run a training until it ends or is killed, and return its exit status."""
-    folder.mkdir(exist_ok=True)
-    done = run_module("tests.xrt.killed_worker", folder, device, overlap, when)
-    assert done.returncode in (0, SIGKILL), done.stderr[-4000:]
-    return done.returncode
+def fit(folder: Path, *, cards: bool = True, overlap: str = "forward", **moment: Any) -> int:
+    """Train from the last checkpoint, if there is one, and return the exit status."""
+    last = folder / "last.ckpt"
+    run = StorageRun(
+        out=str(folder),
+        storage=[str(folder / "ssd0"), str(folder / "ssd1")],
+        cards=cards,
+        checkpoint=str(last) if last.exists() else "",
+        epochs=NUM_STEPS,
+        save_every=SAVE_EVERY,
+        trainer={"limit_val_batches": 0, "max_steps": NUM_STEPS},
+        options={"overlap": overlap},
+        transfer={"keep": False},
+        # An epoch is what lies between two saves, since Lightning begins a resumed epoch with its first batch.
+        module={"width": 128, "length": 2 * SAVE_EVERY, "noise": False, "shuffle": False, "dropout": 0.0},
+        **moment,
+    )
+    code, output = launch(run)
+    assert code in (0, -signal.SIGKILL), output[-4000:]
+    return code
 
 
 def assert_same(folder: Path, straight: Path) -> None:
-    """Assert equal losses since the resume, and equal arrays of every parameter."""
-    found, expected = (torch.load(each / "end.pt", weights_only=True) for each in (folder, straight))
-    assert 0 < len(found["losses"]) <= len(expected["losses"])
-    assert found["losses"] == expected["losses"][-len(found["losses"]) :]
-    assert same_arrays(found["arrays"], expected["arrays"])
+    """Assert equal losses and learning rates of all steps, and equal final state."""
+    assert len(steps_of(folder)) == NUM_STEPS
+    assert steps_of(folder) == steps_of(straight)
+    assert end_of(folder)["state"] == end_of(straight)["state"]
 
 
-def left_in(folder: Path) -> list[Any]:
+def left_in(folder: Path) -> list[Path]:
     """Return the files of state."""
     return [path for name in ("ssd0", "ssd1") for path in (folder / name).rglob("*") if path.is_file()]
 
@@ -44,16 +55,17 @@ def left_in(folder: Path) -> list[Any]:
 def straight(tmp_path_factory: pytest.TempPathFactory, emulated_cards_of_process: Any) -> Path:
     """The folder of a training on the host without a stop."""
     folder = tmp_path_factory.mktemp("straight")
-    assert run(folder, "host", "none", "never") == 0
+    assert fit(folder, cards=False, overlap="none") == 0
     return folder
 
 
 def test_killed_in_a_step_and_in_a_save(tmp_path: Path, straight: Path) -> None:
     """A training that is killed late, in a save and then in a step, ends as on the host and leaves no state."""
-    for when in ("save:20:0.004", "step:30:0.002"):
-        assert run(tmp_path, "smartssd", "forward", when) == SIGKILL
+    for moment, step, seconds in (("save", 20, 0.004), ("step", 30, 0.002)):
+        killed = fit(tmp_path, kill_at=f"kill at {moment}", kill_step=step, kill_after=seconds)
+        assert killed == -signal.SIGKILL
         assert left_in(tmp_path), "it was not killed while its state was on storage"
-    assert run(tmp_path, "smartssd", "forward", "never") == 0
+    assert fit(tmp_path) == 0
     assert_same(tmp_path, straight)
     assert not left_in(tmp_path)
 
@@ -65,14 +77,11 @@ def test_killed_at_random_moments(tmp_path: Path, straight: Path, seed: int) -> 
     choose = random.Random(seed)
     overlap = choose.choice(("none", "forward", "backward"))
     for _ in range(choose.randint(1, 3)):
-        step = choose.randrange(SAVE_EVERY, RECIPE.max_steps, SAVE_EVERY)
-        if choose.random() < 0.5:
-            step += choose.randrange(1, SAVE_EVERY)
-            when = f"step:{step}:{choose.random() / 20:.4f}"
-        else:
-            when = f"save:{step}:{choose.random() / 20:.4f}"
-        if run(tmp_path, "smartssd", overlap, when) == 0:
+        moment, step = choose.choice(("step", "save")), choose.randrange(SAVE_EVERY, NUM_STEPS, SAVE_EVERY)
+        step += choose.randrange(1, SAVE_EVERY) if moment == "step" else 0
+        kill = {"kill_at": f"kill at {moment}", "kill_step": step, "kill_after": choose.uniform(0.001, 0.05)}
+        if fit(tmp_path, overlap=overlap, **kill) == 0:
             break
     else:
-        assert run(tmp_path, "smartssd", overlap, "never") == 0
+        assert fit(tmp_path, overlap=overlap) == 0
     assert_same(tmp_path, straight)
