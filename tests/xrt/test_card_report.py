@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.cli.smartssd import report as card_report
 from lightning_smartinfinity.cli.smartssd import training as card_training
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from tests.helpers.runif import RunIf
@@ -22,20 +23,17 @@ class Report:
     """Runs the command on emulated cards beside two folders, and reads its archive."""
 
     def __init__(self, folder: Path, cards: EmulatedCards) -> None:
-        self.folders, self._work, self._xclbin = [folder / "a", folder / "b"], folder / "work", cards.build.xclbin
+        self.folders, self.work, self._xclbin = [folder / "a", folder / "b"], folder / "work", cards.build.xclbin
 
     def run(self, *stages: str, folders: int = 2) -> int:
-        command = ["card-report", *map(str, self.folders[:folders]), "--work", str(self._work)]
+        command = ["card-report", *map(str, self.folders[:folders]), "--work", str(self.work)]
         command += ["--xclbin", str(self._xclbin), *(["--stage", *stages] if stages else [])]
         return main(command)
 
     def packed(self) -> dict[str, Any]:
-        with tarfile.open(self._work / "card-report.tar.gz") as opened:
+        with tarfile.open(self.work / "card-report.tar.gz") as opened:
             files = {Path(name).stem: opened.extractfile(name) for name in opened.getnames() if name.endswith(".json")}
             return {name: json.load(file) for name, file in files.items() if file is not None}
-
-    def forget(self, stage: str) -> None:
-        (self._work / f"{stage}.json").unlink()
 
     def left(self) -> list[Path]:
         """Return the files in the folders of state."""
@@ -44,7 +42,8 @@ class Report:
 
 @pytest.fixture
 def report(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> Report:
-    """A report whose trainings are few and small."""
+    """A report whose trainings and transfers are few and small."""
+    monkeypatch.setattr(card_report, "_P2P_MIB", (1, 2, 4))
     monkeypatch.setattr(card_training, "_WIDTHS", (256,))
     return Report(tmp_path, emulated_cards)
 
@@ -55,14 +54,14 @@ def test_figures_match_the_counters(report: Report, emulated_cards: EmulatedCard
     The whole command then does what is left, and skips what takes v++.
     """
     assert report.run("p2p") == 0
-    assert [emulated_cards.counter("peak_bytes", card) for card in range(2)] == [64 << 20] * 2
+    assert [emulated_cards.counter("peak_bytes", card) for card in range(2)] == [4 << 20] * 2
     assert report.run("driver", "selftest", "p2p") == 0
     found = report.packed()
     names = [finding["name"] for finding in found["selftest"]["findings"]]
     runs = [emulated_cards.counter("runs_completed", card) for card in range(2)]
     assert runs == [9 * sum(names.count(kernel.name) for kernel in KERNELS) // 2] * 2 and runs[0] > 0
     rates = found["p2p"]["bytes_per_second"]
-    assert [rate["nbytes"] >> 20 for rate in rates] == [1, 4, 16, 64] * 2
+    assert [rate["nbytes"] >> 20 for rate in rates] == [1, 2, 4] * 2
     assert all(rate["read"] > 0 and rate["write"] > 0 for rate in rates)
     assert str(report.folders[0].parent) not in json.dumps(found)
     assert report.run("driver", "selftest", "p2p") == 0
@@ -82,7 +81,7 @@ def test_p2p_that_fails_at_one_size(report: Report, emulated_cards: EmulatedCard
     assert report.run("p2p") == 1
     found = report.packed()["p2p"]
     assert found["status"] == "failed" and "The emulated card 0: " in found["reason"]
-    assert [rate["nbytes"] >> 20 for rate in found["bytes_per_second"]] == [1, 4, 1, 4, 16, 64]
+    assert [rate["nbytes"] >> 20 for rate in found["bytes_per_second"]] == [1, 2, 1, 2, 4]
 
 
 def test_a_card_that_fails_in_training(report: Report, emulated_cards: EmulatedCards) -> None:
@@ -119,7 +118,7 @@ def test_trainings_are_compared_with_the_host(
     assert all(0 < rate < 1e9 for rate in rates[::2])  # on the host no kernel runs
     assert len(compared) == 4 and all(array.any() for arrays in compared for array in arrays.values())
     assert sum(emulated_cards.counter("runs_completed", card) for card in range(2)) >= 2 * 20
-    report.forget("train")
+    (report.work / "train.json").unlink()
     monkeypatch.setattr(card_training, "_WIDTHS", (256,))
     assert report.run("train") == 1
     assert "differs from the host's: master of 65536 elements" in report.packed()["train"]["reason"]
