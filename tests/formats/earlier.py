@@ -13,6 +13,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,13 @@ def fit_and_save(kind: str, folder: Path) -> None:
     fitted(kind, folder / "saved", "on_train_batch_end", hook)
 
 
-def read(kind: str, folder: Path, source: str) -> None:
-    """Go on from what was written, and note the values with which that begins."""
-    resume = source if source == "storage" else str(folder / source)
-    root = folder / ("run" if source == "storage" else f"from {source}")
-    fitted(kind, root, "on_train_start", lambda module: _note(module, folder / f"{source}.pt"), resume=resume)
+def read(kind: str, folder: Path, *sources: str) -> None:
+    """Go on from each thing that was written, and note the values with which that begins."""
+    for source in sources:
+        resume = source if source == "storage" else str(folder / source)
+        root = folder / ("run" if source == "storage" else f"from {source}")
+        note = partial(_note, file=folder / f"{source}.pt")
+        fitted(kind, root, "on_train_start", note, resume=resume).trainer.strategy.close()  # type: ignore[attr-defined]
 
 
 def _note(module: Small, file: Path) -> None:
