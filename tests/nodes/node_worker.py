@@ -43,6 +43,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.nodes import RememberedLookups, become_node, mount_own
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT, await_that
+from tests.training.actions import does
 
 TAG = "checkpoint"
 NUM_MACHINES = 1 if sys.argv[3] == "one" else 2
@@ -197,39 +198,11 @@ def _trainer(scratch: Path, **settings: Any) -> pl.Trainer:
 def fits(scratch: Path, where: str) -> Any:
     folder = scratch / where
     whole = fit(scratch, folder / "whole")
+    if NUM_MACHINES == 1:  # what the resumed one has to equal, too
+        return {"whole": whole}
     fit(scratch, folder / "resumed", max_steps=4)
     resumed = fit(scratch, folder / "resumed", resume=str(folder / "resumed" / "step=4.ckpt"))
     return {"whole": whole, "resumed": resumed}
-
-
-class Looking(pl.Callback):
-    """A callback that saves after every step over three paths, and notes on rank 0 the checkpoints that lie there.
-
-    Args:
-        folder: Folder of the checkpoints.
-        seen_at: The same folder where no look-up is remembered.
-
-    Attributes:
-        found: For each step the names of what lies there, with the step that is saved in it, or what is wrong with it.
-    """
-
-    def __init__(self, folder: Path, *, seen_at: Path) -> None:
-        self.folder, self.seen_at = folder, seen_at
-        self.found: list[dict[str, Any]] = []
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step:
-            self.save_and_look(trainer)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.save_and_look(trainer)
-
-    def save_and_look(self, trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(self.folder / f"over-{trainer.global_step % 3}.ckpt")
-        dist.barrier()
-        if dist.get_rank() == 0:
-            self.found.append({path.name: step_of(path) for path in sorted(self.seen_at.iterdir())})
-        dist.barrier()
 
 
 def step_of(path: Path) -> Any:
@@ -243,12 +216,26 @@ def step_of(path: Path) -> Any:
 
 
 def saves(scratch: Path) -> Any:
-    """Save after every step, by a callback that keeps the newest two and over other paths; return what lay there."""
-    looking = Looking(scratch / "shared" / "saves", seen_at=scratch / "filer" / "saves")
+    """Save after every step, by a callback that keeps the newest two and over three other paths.
+
+    Returns:
+        For each step the names of what lies there, seen where no look-up is remembered, each with the step that is
+        saved in it, or what is wrong with it.
+    """
+    folder, found = scratch / "shared" / "saves", []
+
+    def save_and_look(trainer: pl.Trainer, module: Any) -> None:
+        if trainer.global_step:
+            trainer.save_checkpoint(folder / f"over-{trainer.global_step % 3}.ckpt")
+            dist.barrier()
+            found.append({path.name: step_of(path) for path in sorted((scratch / "filer" / "saves").iterdir())})
+            dist.barrier()
+
+    looking = does(on_train_batch_start=save_and_look, on_train_end=save_and_look)
     newest = {"monitor": "step", "mode": "max", "save_top_k": 2, "save_last": True}
-    kept = ModelCheckpoint(looking.folder, filename="{step}", every_n_train_steps=1, **newest)  # type: ignore[arg-type]
+    kept = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, **newest)  # type: ignore[arg-type]
     _trainer(scratch, max_steps=NUM_SAVES, callbacks=[looking, kept]).fit(LitTiny(Recipe()))
-    return looking.found
+    return found
 
 
 def universal(scratch: Path) -> Any:
@@ -270,15 +257,15 @@ def universal(scratch: Path) -> Any:
 def missing(scratch: Path) -> Any:
     """Resume where the second machine has lost its part, and where it has no part at all."""
     folder, errors = scratch / "local", []
-    fit(scratch, folder)
+    fit(scratch, folder, max_steps=2)
     rank = int(os.environ["RANK"])
     for number, pattern in enumerate((f"*/*zero_pp_rank_{rank}_*", "*")):
         if rank == 1:
-            for path in (folder / "step=6.ckpt").glob(pattern):
+            for path in (folder / "step=2.ckpt").glob(pattern):
                 _remove(path)
         dist.barrier()
         try:
-            _trainer(scratch, max_steps=8).fit(LitTiny(RECIPE), ckpt_path=str(folder / "step=6.ckpt"))
+            _trainer(scratch, max_steps=4).fit(LitTiny(RECIPE), ckpt_path=str(folder / "step=2.ckpt"))
         except CheckpointError as error:
             errors.append(str(error))
         assert len(errors) == number + 1

@@ -138,7 +138,9 @@ def test_checkpoints_that_both_see(settings: str, scratch: Path) -> None:
     """The replaced ones are removed, and training, resuming and validating give the bits of one machine."""
     found = run("shared", scratch, mounts=False, **SETTINGS[settings])
     assert_resumed(found)
-    assert found == of_one_machine(scratch, "shared", **SETTINGS[settings])
+    assert [each["whole"] for each in found] == [
+        each["whole"] for each in of_one_machine(scratch, "shared", **SETTINGS[settings])
+    ]
 
 
 @pytest.mark.usefixtures("_own_mounts")
@@ -179,7 +181,7 @@ def test_a_link_to_another_mount_point_on_each_machine(scratch: Path) -> None:
 def test_a_part_that_is_gone(scratch: Path) -> None:
     """The error names the machine, the rank and what is missing there, on both machines."""
     for part, nothing in run("missing", scratch, mounts=True):
-        assert "step=6.ckpt/checkpoint holds no ZeRO-3 optimizer states" in part
+        assert "step=2.ckpt/checkpoint holds no ZeRO-3 optimizer states" in part
         for error in (part, nothing):
             assert "But node0 has the files of the processes 0. It comes from rank 1 on node1." in error
             assert "copy the parts of all machines into one folder" in error
