@@ -81,10 +81,6 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 50, (2, 12))
 
 
-def pictures() -> torch.Tensor:
-    return torch.randn(2, 3, 12, 12)
-
-
 def mixed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         return model(batch)
@@ -115,7 +111,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], Run
     "checkpoints": (lambda: Language(not_reentrant, dropout=0.3), tokens, lambda model, batch: model(batch)),
     "autocast": (Language, tokens, mixed),
     **{name: (partial(compiled, name), tokens, lambda model, batch: model(batch)) for name in COMPILED},
-    "convolutions": (Pictures, pictures, lambda model, batch: model(batch)),
+    "convolutions": (Pictures, lambda: torch.randn(2, 3, 12, 12), lambda model, batch: model(batch)),
 }
 
 

@@ -10,8 +10,6 @@ import pytest
 
 from lightning_smartinfinity.activations.tuning.choice import Copies, Profile, choose, peak_of, stall_of
 
-MOST_RATIO = 1e-9
-
 
 def random_profile(choose_from: random.Random, *, on_device: bool) -> Profile:
     num = choose_from.randint(1, 9)
@@ -105,7 +103,7 @@ def test_against_every_possibility(seed: int, on_device: bool) -> None:
         stalls, peaks = simulated(profile, pool, ahead)
         for num in everything:
             stall = stall_of(profile, num, pool_bytes=pool, read_ahead_bytes=ahead)
-            assert stall == pytest.approx(stalls[num], abs=MOST_RATIO)
+            assert stall == pytest.approx(stalls[num], abs=1e-9)
             assert peak_of(profile, num, pool_bytes=pool, read_ahead_bytes=ahead) == peaks[num]
         settings = {"keep": "auto", "budget_bytes": None, "pool_bytes": pool, "read_ahead_bytes": ahead}
         free = max(num for num in everything if num <= len(evicted_entries(profile, pool)) and stalls[num] == 0)

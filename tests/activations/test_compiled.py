@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +10,6 @@ import torch
 
 from lightning_smartinfinity.activations import OffloadedActivations, paused
 from tests.activations.models import everything, opened
-
-
-@pytest.fixture(autouse=True)
-def compiled_anew() -> Iterator[None]:
-    """Compile in each test as if it were the first one."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def that_depends_on_values(x: torch.Tensor) -> torch.Tensor:
@@ -41,6 +33,7 @@ def test_code_between_graphs(tmp_path: Path, function: Callable[[torch.Tensor], 
         with activations.forward():
             return function(x)
 
+    torch.compiler.reset()  # compile as if this were the first test
     with opened(tmp_path, everything()) as activations:
         for numel in (1000, 1001):  # the second time, torch compiles for all sizes
             x = torch.linspace(-1, 1, numel, requires_grad=True)

@@ -137,32 +137,35 @@ def offloaded_by_step(
         return offloaded
 
 
-def test_less_is_offloaded_where_backward_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If backward waits although none of it was predicted, a quarter less is offloaded than in the step before."""
-    offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=12, steps=5, waits=lambda planned: True)
-    assert offloaded == [0, 0, 12, 9, 6]  # whole tensors
-
-
-def test_what_was_lessened_is_chosen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single wait does not keep memory in use for ever; where waits recur, it is tried ever more rarely."""
-    monkeypatch.setattr(tuner, "_PATIENCE", 3)
-    offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=4, steps=19, waits=lambda planned: planned == 4)
-    assert offloaded == [0, 0, 4, *3 * [3], 4, *6 * [3], 4, *5 * [3]]
-
-
 def seconds_on_a_busy_processor(planned: int) -> float:
     """Each tensor that is offloaded costs a hundredth of the time."""
     return 1 + planned / 100
 
 
-def test_less_is_offloaded_where_it_slows_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps take 12 % longer than one that keeps everything, so that then only what costs 2.5 % is offloaded.
+STEPS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    # Backward waits although none of it was predicted: a quarter less is offloaded than in the step before, in whole
+    # tensors.
+    "waits": ({"pays": 12, "steps": 5, "waits": lambda planned: True}, [0, 0, 12, 9, 6]),
+    # A single wait does not keep memory in use for ever; where waits recur, it is tried ever more rarely.
+    "waits at times": (
+        {"pays": 4, "steps": 19, "waits": lambda planned: planned == 4},
+        [0, 0, 4, *3 * [3], 4, *6 * [3], 4, *5 * [3]],
+    ),
+    # Three steps take 12 % longer than one that keeps everything, so that then only what costs 2.5 % is offloaded. The
+    # rest is chosen again as after waits.
+    "a busy processor": (
+        {"pays": 12, "steps": 14, "seconds": seconds_on_a_busy_processor},
+        [0, 0, 0, *3 * [12], *3 * [2], *3 * [12], 2, 2],
+    ),
+}
 
-    It is chosen again as after waits.
-    """
-    monkeypatch.setattr(tuner, "_PATIENCE", 4)
-    offloaded = offloaded_by_step(tmp_path, monkeypatch, pays=12, steps=15, seconds=seconds_on_a_busy_processor)
-    assert offloaded == [0, 0, 0, *3 * [12], *4 * [2], *3 * [12], 2, 2]
+
+@pytest.mark.parametrize("name", STEPS)
+def test_less_is_offloaded_where_it_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where backward waits, or the processor has other work, less is offloaded, and later what was chosen before."""
+    monkeypatch.setattr(tuner, "_PATIENCE", 3)
+    settings, expected = STEPS[name]
+    assert offloaded_by_step(tmp_path, monkeypatch, **settings) == expected
 
 
 def test_less_is_offloaded_whatever_size_batches_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,10 +55,6 @@ def eight_bits(x: torch.Tensor) -> torch.Tensor:
     return Keep.apply(x, x.detach().to(torch.float8_e4m3fn), x.detach().to(torch.float8_e5m2).t())
 
 
-def other_kinds(x: torch.Tensor) -> torch.Tensor:
-    return Keep.apply(x, x > 0, None, x.detach().to(torch.int8), x.detach().to(torch.float16)[::2, 1::3])
-
-
 def nested(x: torch.Tensor) -> torch.Tensor:
     rows = torch.nested.nested_tensor([x[:5], x[5:]], layout=torch.strided)
     return Keep.apply(x, rows.to_padded_tensor(0.0)) + x.sin()
@@ -67,18 +63,6 @@ def nested(x: torch.Tensor) -> torch.Tensor:
 def jagged(x: torch.Tensor) -> torch.Tensor:
     rows = torch.nested.nested_tensor_from_jagged(x.sin(), torch.tensor([0, 5, SIZE]))
     return rows.cos().sin().values()
-
-
-def expanded(x: torch.Tensor) -> torch.Tensor:
-    y = x.exp()
-    return y[:1].expand(SIZE, -1).sin() * y[:, 3:4].expand(-1, SIZE).cos() * y.mean().expand(SIZE, SIZE).exp()
-
-
-def overlapping(x: torch.Tensor) -> torch.Tensor:
-    y = x.exp()
-    windows = y.as_strided((SIZE, SIZE), (2, 1), 5)
-    again = y.flatten().unfold(0, 4, 1)
-    return windows.sin() * y.as_strided((SIZE, SIZE), (0, 1), 7).cos() + again.square().sum()
 
 
 def scalars(x: torch.Tensor) -> torch.Tensor:
@@ -131,11 +115,8 @@ CASES = {
         sparse,
         sparse_rows,
         eight_bits,
-        other_kinds,
         nested,
         jagged,
-        expanded,
-        overlapping,
         scalars,
         negated,
         views_in_place,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_smartinfinity import ActivationOffload
-from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.tuning import tuner
 from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
 from tests.activations.models import drop_memory, everything, finish_writes, opened
@@ -43,18 +41,6 @@ def test_rates_of_storage_that_has_little_to_do(tmp_path: Path) -> None:
         # The pauses would make it a quarter, and the mean of the parts' own rates 0.4 of it.
         assert 0.5 * RATE_OF_PARTS < rates.write < 1.05 * RATE_OF_PARTS
         assert 0.5 * RATE_OF_PARTS < rates.read < 1.05 * RATE_OF_PARTS
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.5])
-def test_rates_that_stay(seconds: float) -> None:
-    """Without a transfer, or if all have failed, a rate is what it was."""
-    counters = SimpleNamespace(written_bytes=200, write_busy_seconds=2.0, read_bytes=100, read_busy_seconds=4.0)
-    rates = Rates()
-    for _ in range(2):
-        rates.update(counters)  # type: ignore[arg-type]
-        assert (rates.write, rates.read) == (100, 25)
-        counters.write_busy_seconds += seconds
-        counters.read_busy_seconds += seconds
 
 
 @pytest.mark.parametrize(

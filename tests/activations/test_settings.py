@@ -54,12 +54,6 @@ def test_sizes_of_which_one_tensor_fits() -> None:
     ActivationOffload(budget_bytes=8192, min_bytes=1)
 
 
-def test_something_else() -> None:
-    """The setting takes settings, a dict of them or nothing."""
-    with pytest.raises(ConfigError, match="activations=7"):
-        activation_offload(7, owner="SmartInfinityStrategy")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("folders", "settings", "named"),
     [

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageTrafficMonitor
 from lightning_smartinfinity.devices.base import Traffic
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.trainers import quiet_trainer
+from tests.training.actions import does
 
 pytestmark = pytest.mark.usefixtures("activations_as_asked")
 
@@ -27,13 +26,19 @@ def test_what_is_counted(tmp_path: Path) -> None:
     """Activations have counters of their own, and host memory while they train; only the wear includes their writes."""
     seen: list[Traffic] = []
     for activations in (None, EVERYTHING):
-        monitor, held = StorageTrafficMonitor(every_n_steps=1, endurance_tbw=1.0), HostBytes()
+        held: list[int] = []
         strategy = SmartInfinityStrategy(tmp_path / "storage", activations=activations, overlap="none")
-        trainer = quiet_trainer(tmp_path, strategy, callbacks=[monitor, held])
+        looking = does(
+            on_after_backward=lambda *_, held=held, strategy=strategy: held.append(
+                strategy.host_bytes.get("activations", 0)
+            )
+        )
+        monitor = StorageTrafficMonitor(every_n_steps=1, endurance_tbw=1.0)
+        trainer = quiet_trainer(tmp_path, strategy, callbacks=[monitor, looking])
         trainer.fit(LitTiny(Recipe(precision="bf16-mixed")))
         seen.append(strategy.traffic())
         # The pool gives its memory back when the training is over.
-        assert min(held.seen) > 0 if activations else max(held.seen) == 0
+        assert min(held) > 0 if activations else max(held) == 0
         assert strategy.host_bytes.get("activations") == (None if activations is None else 0)
         strategy.close()
         assert strategy.traffic() == Traffic()
@@ -66,16 +71,6 @@ class Manual(LitTiny):
             self.manual_backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-
-
-class HostBytes(Callback):
-    """Looks at the host memory of activations behind each backward."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        self.seen.append(trainer.strategy.host_bytes.get("activations", 0))
 
 
 def checkpointed(checkpoint: Callable[..., Any]) -> LitTiny:
@@ -120,11 +115,7 @@ def test_unusual_forwards(name: str, tmp_path: Path) -> None:
 def test_overlaps_are_measured_when_it_is_chosen_what_leaves(keep: int | str, unmeasured: int, tmp_path: Path) -> None:
     """With overlap="auto", the seven steps in which that is settled are not measured, unless the user has chosen."""
     modes: list[str] = []
-
-    class Note(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            modes.append(trainer.strategy.optimizers[0].overlap.mode)
-
+    note = does(on_train_batch_end=lambda trainer, _: modes.append(trainer.strategy.optimizers[0].overlap.mode))
     strategy = SmartInfinityStrategy(tmp_path / "storage", activations={"min_bytes": 1, "keep": keep})
-    quiet_trainer(tmp_path, strategy, max_steps=15, callbacks=[Note()]).fit(LitTiny(Recipe(precision="bf16-mixed")))
+    quiet_trainer(tmp_path, strategy, max_steps=15, callbacks=[note]).fit(LitTiny(Recipe(precision="bf16-mixed")))
     assert modes[: unmeasured + 8] == (unmeasured + 4) * ["forward"] + 4 * ["backward"]

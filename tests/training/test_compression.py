@@ -22,11 +22,15 @@ from tests.helpers import reference
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
+from tests.training.actions import does
 from tests.training.test_overlap import SMALL_RING, assert_same, result
 from tests.training.worker import Run
 
-# The recipe has groups, a schedule, accumulation, clipping, and a parameter that some steps do not use.
-BASE = Recipe(groups=True, scheduler="step", skip_side_at=(1,), depth=1, max_steps=4, accumulate=2, clip=0.3)
+# The recipe has groups, a schedule, accumulation, clipping, a parameter that some steps do not use, and a step that is
+# skipped for a NaN.
+BASE = Recipe(
+    groups=True, scheduler="step", skip_side_at=(1,), nan_at=(2,), depth=1, max_steps=4, accumulate=2, clip=0.3
+)
 CODECS = {
     "top 5 %": TopK(0.05),
     "top 5 %, without error feedback": TopK(0.05, error_feedback=False),
@@ -134,23 +138,26 @@ def sent(gradients: dict[str, torch.Tensor], ratio: float) -> dict[str, torch.Te
 def test_trains_like_torch_with_the_same_compression(error_feedback: bool, clip: float | None, tmp_path: Path) -> None:
     """With one tasklet, training equals a torch loop that applies the largest sums of gradient and residual.
 
-    Clipping does not scale the residual. It uses the norm of the gradients before compression.
+    Clipping does not scale the residual. It uses the norm of the gradients before compression. A gradient that is not
+    finite reaches neither the update nor the residual.
     """
-    recipe = Recipe(max_steps=5, depth=1, precision="32-true", accumulate=2)
+    recipe = Recipe(max_steps=5, depth=1, precision="32-true", accumulate=2, nan_at=(2,))
     residual: dict[str, torch.Tensor] = {}
     factors: list[float] = []
 
-    def compress(_: int, live: reference.Live) -> None:
-        gradients = {name: master.grad for name, master in live.masters.items() if master.grad is not None}
+    def compress(step: int, live: dict[str, torch.nn.Parameter]) -> None:
+        if step in recipe.nan_at:
+            return
+        gradients = {name: master.grad for name, master in live.items() if master.grad is not None}
         norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))
         factors.append(1.0 if clip is None else max(1.0, (norm + 1e-6) / clip))
         total = {name: gradient + residual.get(name, torch.zeros(())) for name, gradient in gradients.items()}
         for name, value in sent(total, 0.1).items():
             if error_feedback:
                 residual[name] = total[name] - value
-            live.masters[name].grad = value / factors[-1]
+            live[name].grad = value / factors[-1]
 
-    expected = reference.train(recipe, before_update=compress)
+    expected = reference.train(recipe, skipped=recipe.nan_at, before_update=compress)
     assert clip is None or min(factors) > 2
     options = {"compression": TopK(0.1, error_feedback=error_feedback), "overlap": "none"}
     run = Run(out=str(tmp_path), recipe=dataclasses.replace(recipe, clip=clip), options=options)
@@ -163,63 +170,30 @@ def test_trains_like_torch_with_the_same_compression(error_feedback: bool, clip:
 pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain", "ignore:A step was skipped")
 
 PLAIN = Recipe(depth=1, max_steps=4, precision="32-true")
-RING = TransferConfig(tasklet_bytes=64 * 1024, num_buffers=3)
 
 
 def strategy_in(root: Path, *, overlap: str = "none", error_feedback: bool = True) -> SmartInfinityStrategy:
     codec = TopK(0.05, error_feedback=error_feedback)
-    return SmartInfinityStrategy(root / "state", compression=codec, overlap=overlap, transfer=RING)
-
-
-class Watching(LitTiny):
-    """A module that copies the residual when it begins and after each batch, once the step is committed."""
-
-    def on_train_start(self) -> None:
-        self.seen: list[torch.Tensor] = []
-        self.on_train_batch_end()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        strategy: Any = self.trainer.strategy
-        strategy.drain()
-        self.seen.append(strategy._training_optimizer.rank_state.compressed.residual.clone())
-
-
-@pytest.mark.parametrize(("precision", "overlap"), [("32-true", "none"), ("bf16-mixed", "backward")])
-def test_a_skipped_step_leaves_it(tmp_path: Path, precision: str, overlap: str) -> None:
-    """A gradient that is not finite reaches neither the update nor the residual."""
-    module = Watching(dataclasses.replace(PLAIN, nan_at=(2,), precision=precision))
-    fit(module, tmp_path, strategy_in(tmp_path, overlap=overlap), max_steps=4, precision=precision)
-    zero, first, second, skipped, last = module.seen
-    assert not zero.any()
-    assert torch.isfinite(last).all()
-    assert torch.equal(second, skipped)
-    assert not torch.equal(first, second) and not torch.equal(skipped, last)
-
-
-def test_what_it_holds_and_takes(tmp_path: Path) -> None:
-    """The residual is four bytes per parameter beside the payloads, and has no loss scale."""
-    largest = []
-    for precision in ("16-mixed", "32-true"):
-        module, strategy = Watching(dataclasses.replace(PLAIN, precision=precision)), strategy_in(tmp_path / precision)
-        strategy.initial_scale_power = 10
-        fit(module, tmp_path, strategy, max_steps=1, precision=precision)
-        held = strategy.host_bytes
-        assert held["residual"] == 4 * strategy.state_numel and 0 < held["payloads"] < 4 * strategy.state_numel
-        largest.append(float(module.seen[-1].abs().max()))
-    assert largest[0] == pytest.approx(largest[1], rel=0.05)
+    return SmartInfinityStrategy(root / "state", compression=codec, overlap=overlap, transfer=SMALL_RING)
 
 
 def test_checkpoint_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A residual that the checkpoint lacks begins at zero; one that is not needed is left out. Both log a warning."""
+    begun: list[torch.Tensor] = []
+
+    def note(trainer: Any, module: Any) -> None:
+        begun.append(trainer.strategy._training_optimizer.rank_state.compressed.residual.clone())
+
     for error_feedback in (True, False):
         saving, loading = (tmp_path / f"{what} {error_feedback}" for what in ("saved", "loaded"))
         trainer = fit(LitTiny(PLAIN), saving, strategy_in(saving, error_feedback=error_feedback), max_steps=2)
         trainer.save_checkpoint(saving / "half.ckpt")
         trainer.strategy.close()  # type: ignore[attr-defined]
         strategy = strategy_in(loading, error_feedback=not error_feedback)
-        module = LitTiny(PLAIN) if error_feedback else Watching(PLAIN)
-        quiet_trainer(loading, strategy, max_steps=3).fit(module, ckpt_path=saving / "half.ckpt")
-    assert isinstance(module, Watching) and not module.seen[0].any() and module.seen[1].any()
-    left_out, begun = (record for record in caplog.records if "residual" in record.message)
+        callbacks = [] if error_feedback else [does(on_train_start=note, on_train_end=note)]
+        trainer = quiet_trainer(loading, strategy, max_steps=3, callbacks=callbacks)
+        trainer.fit(LitTiny(PLAIN), ckpt_path=saving / "half.ckpt")
+    assert not begun[0].any() and begun[1].any()
+    left_out, at_zero = (record for record in caplog.records if "residual" in record.message)
     assert "residual of compressed gradients is left out" in left_out.message
-    assert begun.levelno == logging.WARNING and "begins at zero: the checkpoint gives none" in begun.message
+    assert at_zero.levelno == logging.WARNING and "begins at zero: the checkpoint gives none" in at_zero.message

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.helpers.fresh_python import fresh_environment
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.helpers.processes import run_module
 from tests.training.memory_worker import NUM_BUFFERS, STEPS, TASKLET_BYTES
-from tests.training.worker import REPOSITORY
 
 MIB = 1024 * 1024
-DEPTHS = (10, 14)
+DEPTHS = (10, 5)
 WINDOW_BYTES = 16 * MIB
 RING_BYTES = NUM_BUFFERS * TASKLET_BYTES
 # Training holds a 16-bit parameter and its 16-bit gradient; optimizer state in memory would add 12 bytes.
@@ -25,42 +21,22 @@ TOLERANCE = 0.5
 # This covers thread stacks and library pages that training touches first, a bucket and a gradient. 70 MB were seen. A
 # quarter of the smaller state would not fit beside them.
 CONSTANT_BYTES = 128 * MIB
-# By default glibc learns from freed blocks and then keeps tensors of that size in its heaps, below memory still in use.
-# The amount depends on the order of threads: between nothing and 2 B per parameter were seen (DeepSpeed's copy while it
-# partitions), most on a busy machine, which hides the effect under test. With a fixed threshold each tensor is mapped
-# alone and returned at once.
-RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Measure models of two depths at the same time, each in a process of its own."""
-    runs = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.training.memory_worker"),
-                *(str(tmp_path_factory.mktemp("depth")), str(depth), what),
-            ],
-            cwd=REPOSITORY,
-            env=fresh_environment() | RETURNS_MEMORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for depth, what in zip(DEPTHS, ("saving", "training"), strict=True)
-    ]
-    try:
-        outputs = [run.communicate(timeout=PROCESS_LIMIT)[0] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    assert [run.returncode for run in runs] == [0, 0], outputs
-    return [json.loads(output.split("FIGURES ")[1].splitlines()[0]) for output in outputs]
+    """Measure models of two depths, each in a process of its own."""
+    found = []
+    for depth, what in zip(DEPTHS, ("saving", "training"), strict=True):
+        done = run_module("tests.training.memory_worker", tmp_path_factory.mktemp("depth"), str(depth), what)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        found.append(json.loads(done.stdout.split("FIGURES ")[1].splitlines()[0]))
+    return found
 
 
 def test_peak_grows_with_parameters_only(figures: list[dict[str, Any]]) -> None:
     """A deeper model takes 4 B more per parameter, and none of the 12 B of its optimizer state."""
-    small, large = figures
+    large, small = figures
     slope = (large["peak"] - small["peak"]) / (large["state_numel"] - small["state_numel"])
     assert abs(slope - BYTES_PER_PARAMETER) < TOLERANCE
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from tests.helpers.trainers import fit, quiet_trainer
+from tests.helpers.trainers import fit
 
 WIDTH = 4
 STEPS = 10
@@ -71,7 +72,7 @@ def write(norm: Any, _: object) -> None:
 class Norms(pl.LightningModule):
     """Trains a layer after each kind of norm. Means start at 16, and go to 20 in steps too small for bf16."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         norms: dict[str, nn.Module] = {
@@ -93,7 +94,6 @@ class Norms(pl.LightningModule):
                 lambda norm, x: norm(x.t()[None]).squeeze(0).t(),
             ),
         }
-        norms = {name: norm for name, norm in norms.items() if not names or name in names}
         self.norms = nn.ModuleDict(norms)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in norms)
         for name, buffer in self.named_buffers():
@@ -101,12 +101,10 @@ class Norms(pl.LightningModule):
                 buffer.fill_(16)
 
     def on_fit_start(self) -> None:
-        if "written in a hook" in self.norms:
-            self.norms["written in a hook"].register_forward_pre_hook(write)
+        self.norms["written in a hook"].register_forward_pre_hook(write)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        if "synchronized" in self.norms:
-            self.norms["synchronized"].eval()  # torch's needs a GPU to train
+        self.norms["synchronized"].eval()  # torch's needs a GPU to train
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         parts = [layer(norm(batch)) for norm, layer in zip(self.norms.values(), self.layers, strict=True)]
@@ -120,15 +118,10 @@ class Norms(pl.LightningModule):
         return DataLoader(data.bfloat16().float(), batch_size=8)  # type: ignore[arg-type]
 
 
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the module's buffers."""
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-
 def values_of(module: Norms) -> dict[str, torch.Tensor]:
     """Return copies of the module's buffers, and of the weights that forward writes."""
     written = (module.norms[name].named_parameters(prefix=name) for name in ("clamped", "written in a hook"))
-    return buffers_of(module) | {name: param.detach().clone() for each in written for name, param in each}
+    return {name: value.detach().clone() for name, value in (*module.named_buffers(), *chain(*written))}
 
 
 @pytest.fixture(scope="module")
@@ -159,17 +152,3 @@ def test_statistics_are_those_of_lightning(
             torch.testing.assert_close(found[name], buffer, rtol=2e-3, atol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
         trainer.strategy.close()  # type: ignore[attr-defined]
     assert len(hooks) == 1  # the second fit's replace the first one's
-
-
-def test_statistics_of_an_old_checkpoint_load(tmp_path: Path) -> None:
-    """Statistics that were saved in bf16 become fp32, with their values."""
-    old, new = Norms("without weights"), Norms("without weights")
-    old.norms.bfloat16()
-    trainer = fit(old, tmp_path, max_steps=1)
-    trainer.save_checkpoint(tmp_path / "old.ckpt")
-    trainer.strategy.close()  # type: ignore[attr-defined]
-    quiet_trainer(tmp_path, max_steps=1).fit(new, ckpt_path=tmp_path / "old.ckpt")
-    saved, loaded = buffers_of(old), buffers_of(new)
-    assert saved["norms.without weights.running_mean"].dtype is torch.bfloat16
-    assert loaded["norms.without weights.running_mean"].dtype is torch.float32
-    assert all(torch.equal(loaded[name], value.to(loaded[name].dtype)) for name, value in saved.items())

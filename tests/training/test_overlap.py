@@ -9,10 +9,8 @@ from typing import Any
 
 import deepspeed
 import lightning.pytorch as pl
-import pytest
 import torch
 
-from lightning_smartinfinity.zero3.parameters.gather_methods import Gather
 from tests.fabric import worker as fabric_worker
 from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
@@ -70,10 +68,6 @@ def assert_same(ours: tuple[Any, dict[str, torch.Tensor]], theirs: tuple[Any, di
         assert torch.equal(ours[1][name], master), name
 
 
-def run_of(root: Path, recipe: Recipe, overlap: str, **options: Any) -> Run:
-    return Run(out=str(root), recipe=recipe, options={**options, "overlap": overlap})
-
-
 ACCESSES: list[actions.Action] = [
     actions.read_state,
     actions.write_state,
@@ -97,7 +91,7 @@ def test_what_reads_or_writes_from_outside_finishes_the_update(tmp_path: Path) -
 
     recipe = dataclasses.replace(BF16, precision="32-true", max_steps=len(ACCESSES))
     ours, theirs = (
-        result(run_of(tmp_path / overlap, recipe, overlap), does(on_train_batch_end=access))
+        result(Run(str(tmp_path / overlap), recipe, options={"overlap": overlap}), does(on_train_batch_end=access))
         for overlap in ("forward", "none")
     )
     assert_same(ours, theirs)
@@ -131,20 +125,3 @@ def test_closing_commits_the_step_in_flight(tmp_path: Path) -> None:
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
             values.append([param.detach().clone() for param in module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
-
-
-def test_without_overlap_small_parameters_are_gathered_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This happens at the end of the step; beside an update each is gathered when its module runs."""
-    call, calls = Gather.__call__, []
-    monkeypatch.setattr(Gather, "__call__", lambda self, *args, **kw: (calls.append(1), call(self, *args, **kw))[1])
-    last = {}
-    for overlap in ("none", "forward"):
-        marks: list[int] = []
-        mark = does(on_train_batch_end=lambda *_, marks=marks: marks.append(len(calls)))
-        # Prefetching would gather all of a model as small as this one.
-        run = run_of(tmp_path / overlap, BF16, overlap, zero={"stage3_prefetch_bucket_size": 0})
-        train(run, mark)[1].strategy.close()  # type: ignore[attr-defined]
-        last[overlap] = marks[-1] - marks[-2]
-    assert last["none"] < last["forward"]
