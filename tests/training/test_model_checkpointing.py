@@ -11,7 +11,7 @@ from tests.training.model_cases import CHECKPOINTS
 from tests.training.model_runs import assert_trains_like_torch, train_near_storage
 
 # Two processes train the others in turn.
-USUAL = ("reentrant, small buckets", "reentrant, bf16, accumulating", "not reentrant", "selective")
+USUAL = ("reentrant, small buckets", "not reentrant", "selective")
 
 
 @pytest.mark.parametrize("name", long_but(USUAL, CHECKPOINTS))

@@ -37,7 +37,7 @@ class Broken(Exception):
     """An exception in the user's code."""
 
 
-@pytest.mark.parametrize("overlap", long_but(["none", "backward"], OVERLAPS))
+@pytest.mark.parametrize("overlap", long_but(["backward"], OVERLAPS))
 def test_a_fit_that_is_resumed(tmp_path: Path, overlap: str) -> None:
     """It ends with the residual and the masters of a fit that never stopped."""
     interrupted = Interrupted(tmp_path, RECIPE, overlap=overlap)
@@ -46,7 +46,10 @@ def test_a_fit_that_is_resumed(tmp_path: Path, overlap: str) -> None:
 
 @pytest.mark.parametrize(
     ("overlap", "hook"),
-    [("none", "on_after_backward"), ("forward", "on_after_backward"), ("backward", "on_train_batch_start")],
+    long_but(
+        [("none", "on_after_backward"), ("backward", "on_train_batch_start")],
+        [("none", "on_after_backward"), ("forward", "on_after_backward"), ("backward", "on_train_batch_start")],
+    ),
 )
 def test_training_goes_on_while_it_is_written(
     tmp_path: Path, overlap: str, hook: str, monkeypatch: pytest.MonkeyPatch
