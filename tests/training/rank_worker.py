@@ -1,18 +1,12 @@
-"""Trains on several ranks, each of which tells what it found: ``... rank_worker SCENARIO FOLDER ARGUMENTS...``.
-
-A scenario gets the folder and the arguments, and returns what :func:`tests.training.worker.each_rank` reads.
-"""
+"""Trains on several ranks, each of which returns what it found, for :func:`tests.training.worker.each_rank`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
-import json
 import os
-import sys
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -206,17 +200,3 @@ def used_again(root: Path, devices: str) -> dict[str, Any]:
         strategy.close()
     differ = [index for index, pair in enumerate(zip(*masters, strict=True)) if not torch.equal(*pair)]
     return {"error": error, "binding": binding, "generation": generation, "differ": differ}
-
-
-SCENARIOS: tuple[Callable[..., dict[str, Any]], ...] = (bad_input, failing_read, parameter_budget, planned, used_again)
-
-
-def main() -> None:
-    name, root, *arguments = sys.argv[1:]
-    (scenario,) = (each for each in SCENARIOS if each.__name__ == name)
-    found = scenario(Path(root), *arguments)
-    (Path(root) / f"rank-{RANK}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
