@@ -37,7 +37,6 @@ CODECS = {
     "top 5 % of a sample, in bf16": TopK(0.05, exact=False, value_dtype="bf16"),
     "8 bits": BlockScaled(),
 }
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 Result = tuple[Any, dict[str, torch.Tensor]]
 
