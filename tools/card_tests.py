@@ -14,7 +14,7 @@ The tests depend on:
   ``devices/smartssd``, and what all these import. Rooms above ``pipeline/`` are not followed further, because they
   import nearly the whole package, and their own tests always run;
 - the rooms of the core that ``card/`` includes, and ``module/``, which binds it;
-- the files that build and start all this.
+- the files that build and start all this, a page that they compare with a script, and a benchmark's model.
 
 A file that no longer exists counts, too, because nothing shows which files used it.
 """
@@ -39,11 +39,13 @@ TESTS = ("tests/smartssd", "tests/hls", "tests/xrt")
 _PACKAGE = "lightning_smartinfinity"
 _WING = (f"{_PACKAGE}.devices.smartssd", f"{_PACKAGE}.cli.smartssd")
 _ABOVE = ("cli", "integrations", "planning", "export", "resume", "zero3", "activations")
-_BUILDS = {
+_OTHERS = {
     ".ci/run",
     "CMakeLists.txt",
     "Makefile",
+    "benchmarks/gpt2.py",
     "constraints-dev.txt",
+    "docs/smartssd_kernels.md",
     "pyproject.toml",
     "tests/conftest.py",
     "tools/card_tests.py",
@@ -104,7 +106,7 @@ def concerns_cards(path: str, known: Iterable[str], root: Path) -> bool:
 
 def dependencies(root: Path) -> set[str]:
     """Return the paths of the files that the tests of cards depend on, apart from those in ``hls/`` and their own."""
-    return {*_BUILDS, *_modules(root), *_sources(root)}
+    return {*_OTHERS, *_modules(root), *_sources(root)}
 
 
 def _modules(root: Path) -> Iterator[str]:
