@@ -180,8 +180,11 @@ def test_two_processes(tmp_path: Path) -> None:
         "partly on storage": {"overlap": "forward", "zero": partly},
         "resumed on storage": {"zero": partly, "resume": str(tmp_path / "straight" / "step-2.ckpt")},
         "compressed": {"save_at": (2,), **compressed},
-        "compressed in backward": {"overlap": "backward", **compressed},
-        "compressed, resumed": {"resume": str(tmp_path / "compressed" / "step-2.ckpt"), **compressed},
+        "compressed, resumed": {
+            "overlap": "backward",
+            "resume": str(tmp_path / "compressed" / "step-2.ckpt"),
+            **compressed,
+        },
     }
     runs = {
         name: dataclasses.replace(
