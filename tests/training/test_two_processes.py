@@ -46,20 +46,25 @@ def assert_equals_torch(outcome: Outcome, recipe: Recipe, *, world_size: int) ->
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outcome]]:
-    """Train every run that starts from scratch in one pair of new processes, without a compiler on the machine.
+    """Train each scenario in a pair of processes without a compiler on the machine.
 
-    Lightning starts the second process, and random hash seeds give each process its own order of hashed items.
+    The first pair are new interpreters, of which Lightning starts the second, and random hash seeds give each its own
+    order of hashed items.
     """
     root = tmp_path_factory.mktemp("two")
     (root / "extensions").mkdir()
-    tools = dict.fromkeys(("CC", "CXX", "CUDAHOSTCXX"), "/nonexistent")
-    environment = {**tools, "TORCH_EXTENSIONS_DIR": str(root / "extensions"), "PYTHONHASHSEED": "random"}
+    environment = {
+        **dict.fromkeys(("CC", "CXX", "CUDAHOSTCXX"), "/nonexistent"),
+        "TORCH_EXTENSIONS_DIR": str(root / "extensions"),
+        "PYTHONHASHSEED": "random",
+    }
     runs = []
     for precision, recipe in SCENARIOS.items():
         options = STATIC_SCALE if precision.startswith("16") else {}
-        recipe = dataclasses.replace(recipe, precision=precision)
-        runs.append(Run(out=str(root / precision), recipe=recipe, devices=2, options=options))
-    return root, dict(zip(SCENARIOS, launch(*runs, env=environment, anew=True), strict=True))
+        in_precision = dataclasses.replace(recipe, precision=precision)
+        runs.append(Run(out=str(root / precision), recipe=in_precision, devices=2, options=options))
+    outcomes = [*launch(runs[0], env=environment, anew=True), *launch(*runs[1:], env=environment)]
+    return root, dict(zip(SCENARIOS, outcomes, strict=True))
 
 
 @pytest.mark.parametrize("precision", SCENARIOS)
