@@ -1,16 +1,18 @@
-"""Counts what a reader walks through: rooms and arrows between them, and the files that a training step passes.
+"""Counts what a reader walks through: lines, rooms, arrows between them, and the files that a training step passes.
 
-    python tools/walk.py           # the import graph of the package
+    python tools/walk.py           # lines, and the import graph of the package
     python tools/walk.py --step    # and a training step, a gradient and the set-up, by running them
 
 A room is a package, and an arrow leads from a room to one that it imports. A change of file is a call whose caller and
 callee lie in different files of the package. The step is the third of a Fabric loop with eight parameters in one
-tasklet and ``overlap="none"``.
+tasklet and ``overlap="none"``. The one circle of modules is ``__init__`` and ``_autoload``, which import each other
+within functions.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
 import sys
@@ -34,11 +36,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--step", action="store_true", help="run a training, too")
     run = parser.parse_args().step
-    figures = graph_figures() | {
-        "words of docs/architecture.md": len((ROOT / "docs/architecture.md").read_text().split())
-    }
-    for name, value in (figures | (step_figures() if run else {})).items():
+    for name, value in (size_figures() | graph_figures() | (step_figures() if run else {})).items():
         sys.stdout.write(f"{name}: {value}\n")
+
+
+def size_figures() -> dict[str, int]:
+    """Return lines of the package and of its tests, statements of the tests, and words of the walk's page."""
+    package, tests = ROOT / PACKAGE, ROOT / "tests"
+    trees = [ast.parse(path.read_text()) for path in tests.rglob("*.py")]
+    return {
+        "lines of Python": sum(map(length, package.rglob("*.py"))),
+        "lines of C++": sum(length(path) for end in ("cpp", "hpp", "inl") for path in package.rglob(f"*.{end}")),
+        "lines of tests in Python": sum(map(length, tests.rglob("*.py"))),
+        "statements of tests": sum(isinstance(node, ast.stmt) for tree in trees for node in ast.walk(tree)),
+        "words of docs/architecture.md": len((ROOT / "docs/architecture.md").read_text().split()),
+    }
 
 
 def graph_figures() -> dict[str, int]:
