@@ -76,16 +76,19 @@ TRANSFORMERS = page("docs/transformers.md")
 
 
 @pytest.mark.long
+@RunIf(package="trl")
 def test_the_page_on_transformers(page_folder: Path) -> None:
     """Models are fine-tuned, resumed, exported and loaded by transformers alone; the resumed training ends the same."""
     scripts, commands = scripts_in(TRANSFORMERS), commands_in(TRANSFORMERS)
-    assert len(scripts) == 4 and len(commands) == 1
+    assert len(scripts) == 5 and len(commands) == 1
     (page_folder / "page.py").write_text("\n".join(scripts))
     run_python(page_folder, "page.py")
     assert main(shlex.split(commands[0])) == 0
-    names = ("my-model", "my-model-tuned", "my-model-resumed", "my-model-exported", "my-model-accelerated")
-    before, tuned, resumed, exported, looped = run_python(page_folder, "-c", LOADED, *names).splitlines()
-    assert tuned == resumed == exported and len({before, tuned, looped}) == 3
+    names = ("my-model", "my-model-tuned", "my-model-resumed", "my-model-exported")
+    before, tuned, resumed, exported, *others = run_python(
+        page_folder, "-c", LOADED, *names, "my-model-accelerated", "my-model-preferred"
+    ).splitlines()
+    assert tuned == resumed == exported and len({before, tuned, *others}) == 4
     assert {file.name for file in (page_folder / "my-adapters").iterdir()} >= {
         "adapter_config.json",
         "adapter_model.safetensors",
