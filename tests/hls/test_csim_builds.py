@@ -1,4 +1,4 @@
-"""Tests what only other builds of the simulation show: memory errors, races, deadlocks and a card's checksums."""
+"""Tests what only other builds of the kernels show: memory errors, races, deadlocks and a card's checksums."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 from hls.description import ERROR_BITS
 from tests.helpers.compressed import BLOCK
 from tests.helpers.golden import STEPS, STEPS_OF_RULES
+from tests.helpers.runif import RunIf
 from tests.helpers.waiting import BUILD_TEST_LIMIT, PROCESS_LIMIT
 from tests.hls.simulation import LIBRARIES, PROGRAMS, ROOT, Library, Program, Simulation, built
 from tests.hls.tasklet import FORMS, Form, make_tasklet
+from tests.xrt.builds import build
 
 pytestmark = pytest.mark.timeout(BUILD_TEST_LIMIT)
 
@@ -65,3 +67,11 @@ def test_the_standard() -> None:
     subprocess.run(
         ["make", "-C", str(ROOT / "hls"), "standard"], check=True, capture_output=True, timeout=PROCESS_LIMIT
     )
+
+
+@RunIf(xrt=True)
+def test_the_emulated_card() -> None:
+    """It is built from the kernels, before the tests of cards ask for it in several processes at once."""
+    made = build()
+    files = (made.driver, made.kernels, made.xclbin, made.probe_xclbin, made.ini)
+    assert [file for file in files if not file.stat().st_size] == []
