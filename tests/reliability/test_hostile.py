@@ -22,7 +22,6 @@ from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.export.models import described_by
 from lightning_smartinfinity.export.pretrained import OriginalWeights
-from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.integrations.transformers.resume import checkpoint_to_resume
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_file
@@ -33,7 +32,6 @@ from tests.helpers.hostile import Hostile, assert_plain, executed, files_in
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
-from tests.huggingface.trained import arguments, dataset, load, train
 
 RECIPE = Recipe(precision="16-mixed", scheduler="step", frozen=True, validate=True, max_steps=2)
 ROW = "hostile pickle in a file of a checkpoint"
@@ -292,23 +290,3 @@ def test_code_that_hyperparameters_name(checkpoints: Path, fabric: Fabric, monke
     with pytest.raises(ValueError, match=r"'this\.s' from the checkpoint is not in the allowlist"):
         Remembering.load_from_checkpoint(checkpoints / "lightning", recipe=RECIPE)
     assert "this" not in sys.modules
-
-
-@pytest.mark.long
-def test_transformers(model_folder: Path, tmp_path: Path, attack: Attack) -> None:
-    """What a Trainer of transformers saves through us needs no consent, and nothing that it loads is executed."""
-    train(model_folder, tmp_path / "out", max_steps=1, save_strategy="steps", save_steps=1)
-    checkpoint = tmp_path / "out" / "checkpoint-1"
-    files = files_in(checkpoint / "global_step1")  # transformers writes the others
-    assert_plain(files, 2)
-
-    def door() -> None:
-        with SmartInfinityTraining(storage=tmp_path / "storage") as training:
-            import transformers
-
-            args = arguments(tmp_path / "resumed", training.config, max_steps=2)
-            trainer = transformers.Trainer(load(model_folder), args, train_dataset=dataset())
-            trainer.train(resume_from_checkpoint=str(checkpoint))
-
-    attack(ROW, tries=len(files), outcome=OUTCOME)
-    assert sorted(attacked(files, door)) == BOTH
