@@ -29,12 +29,11 @@ def llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**small, **changes})
 
 
-def make_model_folder(folder: Path, *, tied: bool = False) -> Path:
+def make_model_folder(folder: Path) -> Path:
     """Save a model with random weights in bf16, and a tokenizer that was trained on :data:`TEXT`.
 
     Args:
         folder: Path of the folder, which need not exist.
-        tied: Whether the output layer shares the weight of the embedding.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
@@ -45,7 +44,7 @@ def make_model_folder(folder: Path, *, tied: bool = False) -> Path:
         num_hidden_layers=2,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=False,
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)

@@ -27,62 +27,42 @@ class Result:
     validated: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Live:
-    """A training in progress, with what a test may read and write in it by name."""
-
-    params: dict[str, nn.Parameter]
-    masters: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
-
-
-def _nothing(step: int, live: Live) -> None:
-    """Leave the training alone."""
-
-
 def train(
     recipe: Recipe,
     *,
-    world_size: int | Callable[[int], int] = 1,
-    loss_scale: float = 2.0**10,
+    world_size: int = 1,
     skipped: Collection[int] = (),
     accumulate_in: str = "fp32",
-    before_step: Callable[[int, Live], object] = _nothing,
-    before_update: Callable[[int, Live], object] = _nothing,
+    before_update: Callable[[int, dict[str, nn.Parameter]], object] | None = None,
 ) -> Result:
     """Train on one process what ``world_size`` ranks would train together.
 
-    ``world_size`` may be a function of the step. fp16 uses a static loss scale: pass the one that the run under test
-    settles on, and no step may overflow. The ``skipped`` steps compute losses but update nothing, as when a loss scaler
-    skips them. With ``accumulate_in="parameters"`` the gradients of a window are added in the parameters' dtype.
-    ``before_step`` is called before a step's first forward, ``before_update`` between its last backward and
-    the update.
+    fp16 uses a static loss scale, with which no step may overflow. The ``skipped`` steps compute losses but update
+    nothing, as when a loss scaler skips them. With ``accumulate_in="parameters"`` the gradients of a window are added
+    in the parameters' dtype. ``before_update`` is called with the masters behind a step's last backward.
     """
     dtype = _DTYPES[recipe.precision.split("-")[0]]
-    scale = loss_scale if dtype is torch.float16 else 1.0
+    scale = 2.0**10 if dtype is torch.float16 else 1.0
     model = recipe.build_model().to(dtype)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     params = [p for p in model.parameters() if p.requires_grad]
     masters = [nn.Parameter(p.detach().float()) for p in params]
     optimizer = recipe.build_optimizer(list(zip(names, masters, strict=True)))
     scheduler = recipe.build_scheduler(optimizer) if recipe.scheduler else None
-    live = Live(dict(model.named_parameters()), dict(zip(names, masters, strict=True)), optimizer)
+    by_name = dict(zip(names, masters, strict=True))
     losses: list[float] = []
     validated: list[float] = []
     for step in range(recipe.max_steps):
-        with torch.no_grad():
-            before_step(step, live)
-        num_ranks = world_size(step) if callable(world_size) else world_size
         sums: list[torch.Tensor | None] = [None] * len(params)
         for micro in range(recipe.window(step)):
             gradients = []
-            for rank in range(num_ranks):
-                batch = recipe.batch(step * recipe.accumulate + micro, rank, num_ranks)
+            for rank in range(world_size):
+                batch = recipe.batch(step * recipe.accumulate + micro, rank, world_size)
                 loss = model(batch, use_side=step not in recipe.skip_side_at)
                 if rank == 0:
                     losses.append(float(loss.detach()))
                 (loss / recipe.accumulate * scale).backward()
-                gradients.append([None if p.grad is None else p.grad / num_ranks for p in params])
+                gradients.append([None if p.grad is None else p.grad / world_size for p in params])
                 model.zero_grad(set_to_none=True)
             of_micro = [_total(parts) for parts in zip(*gradients, strict=True)]
             if accumulate_in == "parameters":
@@ -90,8 +70,9 @@ def train(
             else:
                 _accumulate(masters, of_micro, scale)
         _accumulate(masters, sums, scale)
-        with torch.no_grad():
-            before_update(step, live)
+        if before_update is not None:
+            with torch.no_grad():
+                before_update(step, by_name)
         if recipe.clip is not None:
             _clip(masters, recipe.clip)
         if step not in skipped:
@@ -105,7 +86,7 @@ def train(
             if recipe.validate and _ends_epoch(recipe, step):
                 means = [float(model(batch)) for batch in recipe.validation_loader()]
                 validated.append(sum(means) / len(means))
-    return Result(losses, {name: master.detach() for name, master in zip(names, masters, strict=True)}, validated)
+    return Result(losses, {name: master.detach() for name, master in by_name.items()}, validated)
 
 
 def _scheduler_steps(recipe: Recipe, step: int) -> bool:
