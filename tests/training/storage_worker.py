@@ -114,7 +114,7 @@ class Module(pl.LightningModule):
     def __init__(self, run: StorageRun) -> None:
         super().__init__()
         torch.manual_seed(0)
-        settings = {"width": 24, "batch": 2, "length": 12, "workers": 0, "noise": True, "plateau": False, "steps": 1}
+        settings = {"width": 24, "batch": 2, "length": 12, "noise": True, "plateau": False, "steps": 1}
         settings |= {"turned": False, "last": 0.0, "shuffle": True, "dropout": 0.3, "scale": 1.0}
         self.settings = {**settings, "optimizer": "AdamW", "optimizer_settings": {}, **run.module}
         width = self.settings["width"]
@@ -170,8 +170,7 @@ class Module(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         data = Noisy(length=self.settings["length"], noise=self.settings["noise"])
-        workers, shuffle = self.settings["workers"], self.settings["shuffle"]
-        return DataLoader(data, batch_size=self.settings["batch"], shuffle=shuffle, num_workers=workers)
+        return DataLoader(data, batch_size=self.settings["batch"], shuffle=self.settings["shuffle"])
 
     def val_dataloader(self) -> Any:
         return DataLoader(Noisy(length=4, noise=False), batch_size=2)

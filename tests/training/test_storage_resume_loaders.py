@@ -87,12 +87,15 @@ class Counting(Stream):
         return (torch.tensor([float(index)]) for index in range(11))
 
 
-def combined(mode: str, first: Any = Noisy, **options: Any) -> Callable[[], Any]:
+def combined(mode: str, first: Any = Noisy, *, own: bool = False) -> Callable[[], Any]:
+    """Return what makes two loaders, each with a generator of its own or both with torch's."""
+
     def make() -> Any:
+        a, b = (generator(seed) if own else None for seed in (5, 6))
         shuffle = {} if issubclass(first, Stream) else {"shuffle": True}
         loaders = {
-            "a": DataLoader(first(), 2, **shuffle, **options),
-            "b": DataLoader(Noisy(), 4, shuffle=True, **options),
+            "a": DataLoader(first(), 2, generator=a, **shuffle),
+            "b": DataLoader(Noisy(), 4, generator=b, shuffle=True),
         }
         return CombinedLoader(loaders, mode)  # type: ignore[arg-type]
 
@@ -122,7 +125,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "two, shortest": (combined("min_size"), {}),
     "two, cycle, stream": (combined("max_size_cycle", Stream), {}),
     "two, longest, stream": (combined("max_size", Stream), {}),
-    "two, cycle, generator": (combined("max_size_cycle", generator=generator()), {}),
+    "two, cycle, generator": (combined("max_size_cycle", own=True), {}),
     "loaded again": (shuffled(), EVERY),
     "loaded again, limit": (shuffled(), {**EVERY, "limit_train_batches": 2}),
     "every second epoch": (shuffled(), {"reload_dataloaders_every_n_epochs": 2}),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.models import Recipe
@@ -24,7 +23,7 @@ class Trained:
 
     modes: list[str]
     losses: list[float]
-    masters: list[torch.Tensor]
+    masters: list[Any]
     num_adopted: int
     warned: list[str]
 
@@ -63,16 +62,11 @@ def by_hand(root: Path, overlap: str) -> Trained:
 
 
 def ended(strategy: Any, optimizer: Any, module: Any, modes: list[str], losses: list[float], caught: Any) -> Trained:
-    masters = [optimizer.get_full_hp_param(param).clone() for param in module.parameters()]
+    masters = [optimizer.get_full_hp_param(param).tolist() for param in module.parameters()]
     warned = [str(warning.message) for warning in caught if "overlap=" in str(warning.message)]
     num_adopted = optimizer.speculation.num_adopted
     strategy.close()
     return Trained(modes, losses, masters, num_adopted, warned)
-
-
-def assert_same(ours: Trained, theirs: Trained) -> None:
-    assert ours.losses == theirs.losses
-    assert all(torch.equal(a, b) for a, b in zip(ours.masters, theirs.masters, strict=True))
 
 
 @pytest.mark.parametrize("train", [in_fabric, by_hand])
@@ -83,7 +77,7 @@ def test_backward(train: Any, tmp_path: Path) -> None:
     (warning,) = trained.warned
     assert "works as 'forward': no caller announces before a backward that a step follows it" in warning
     assert trained.num_adopted == 0
-    assert_same(trained, auto)
+    assert (trained.losses, trained.masters) == (auto.losses, auto.masters)
 
 
 def test_a_loop_in_fabric_that_tells(tmp_path: Path) -> None:
@@ -92,4 +86,4 @@ def test_a_loop_in_fabric_that_tells(tmp_path: Path) -> None:
     assert auto.modes[4:8] == 4 * ["backward"] and auto.num_adopted >= 3
     backward = in_fabric(tmp_path / "backward", "backward", tells=True)
     assert (backward.num_adopted, backward.warned) == (RECIPE.max_steps, [])
-    assert_same(auto, backward)
+    assert (auto.losses, auto.masters) == (backward.losses, backward.masters)
