@@ -154,7 +154,7 @@ def test_what_is_refused_changes_nothing(left: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(space, "_request", nearly_full)
         full = refused(left, transfer={"gradient_bytes": "1GB"})  # a busy machine has little memory for gradients
-    assert isinstance(full, StorageFullError) and "of 2 processes, which goes on with 1" in str(full)
+    assert isinstance(full, StorageFullError)
     assert "Resume with 2 processes, save a checkpoint, and resume from that" in full.remedy
     assert "its model was" in str(refused(left, module={"turned": True}))
     part = left / "storage1/default/rank-00001"
