@@ -117,13 +117,13 @@ void bind_tasklet(nb::module_& m) {
         "Segments are in ascending order and do not overlap; elements outside them are carried over (WRITE:\n"
         "zeros). With master_in_parameter (UPDATE; parameters of the format's parameter_dtype) the first\n"
         "region is not read: it is the parameter, and segments cover the whole tasklet. `offset` is the first\n"
-        "element's offset in the partition, a multiple of 256: stochastic rounding depends on it. `blocks` says\n"
-        "where parameters meet, for formats that have blocks. `payload` is the address of a compressed gradient;\n"
+        "element's offset in the partition, a multiple of 256: stochastic rounding depends on it. `blocks` has\n"
+        "the borders of parameters, for formats that have blocks. `payload` is the address of a compressed gradient;\n"
         "segments then have the type of its values and no gradient.\n\n"
         "In a batch with a codec, `payload` is the address of `payload_bytes` of memory into which the segments'\n"
         "gradients are compressed, `residual` the address of the tasklet's fp32 residual, if it has one, and\n"
         "elements in `padding`, ranges of (offset, numel) in ascending order, are never sent.\n\n"
-        "`gradient` is the window of memory in which the segments' gradients lie, if that is not there all the time.")
+        "`gradient` is the window that holds the segments' gradients, if they are not always in memory.")
         .def(
             "__init__",
             [](Tasklet* self, std::uint64_t index, std::uint64_t numel, std::uint64_t num_arrays,
@@ -188,16 +188,16 @@ void bind_tasklet(nb::module_& m) {
 
 void bind_whole_batch(nb::module_& m) {
     nb::class_<Batch>(m, "Batch",
-                      "Tasklets to work in order. Pipeline.submit() validates them.\n\n"
-                      "With a stream, parameters lie in its device's memory. They travel through the stream and\n"
-                      "through one slot of host memory for each ring buffer.\n\n"
+                      "Tasklets to process in order. Pipeline.submit() validates them.\n\n"
+                      "With a stream, parameters are in its device's memory. They are copied by the stream, through\n"
+                      "one slot of host memory for each ring buffer.\n\n"
                       "With a codec (UPDATE only), every tasklet's gradient is compressed into its payload just\n"
                       "before the update, which uses the payload. A tasklet may have an unscaled residual, the part\n"
                       "that earlier steps did not send: residual_scale times the residual is first added to the\n"
                       "gradient, which has that scale. The batch does not change residuals; feed_back() does.\n\n"
-                      "io_class says how urgent tasklets are that nobody has preferred; the others are GATHER.\n\n"
-                      "No tasklet is computed before the points in `ready` are reached. slot_bytes are those of the\n"
-                      "parameters of the largest tasklet by which a batch with a stream may be extended.")
+                      "io_class is the priority of tasklets that were not preferred; preferred ones are GATHER.\n\n"
+                      "No tasklet is computed before the points in `ready` are reached. slot_bytes are the\n"
+                      "parameter bytes of the largest tasklet that may be added to a batch with a stream.")
         .def(
             "__init__",
             [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<UpdateStep> steps,

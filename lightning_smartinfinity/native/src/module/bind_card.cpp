@@ -75,7 +75,7 @@ void bind_opened_card(nb::module_& m) {
                 return self.binding()->kernel(kernel)->group(argument);
             },
             "kernel"_a, "argument"_a, WithoutGil(),
-            "Return the number of the memory in which a kernel's argument must lie.")
+            "Return the number of the memory in which a kernel's argument must be allocated.")
         .def(
             "allocate",
             [](const Card& self, std::size_t nbytes, int group, bool p2p) {

@@ -49,12 +49,12 @@ void bind_cuda_event(nb::module_& m) {
         .def(nb::init<std::shared_ptr<const CudaDevice>>(), "device"_a)
         .def(
             "record", [](const CudaEvent& self, Address stream) { self.record(stream_of(stream)); }, "stream"_a,
-            WithoutGil(), "Set the point behind all work that the stream has been given so far.")
+            WithoutGil(), "Set the point after all work queued on the stream so far.")
         .def("synchronize", &CudaEvent::synchronize, WithoutGil(), "Wait until the work before the point is done.")
         .def("done", &CudaEvent::done, WithoutGil(), "Return whether the work before the point is done.")
         .def(
             "hold", [](const CudaEvent& self, Address stream) { self.hold(stream_of(stream)); }, "stream"_a,
-            WithoutGil(), "Make all work that the stream is given from now on run after the point.");
+            WithoutGil(), "Make all work queued on the stream from now on run after the point.");
 }
 
 void bind_cuda_stream(nb::module_& m) {

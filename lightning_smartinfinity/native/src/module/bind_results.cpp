@@ -91,10 +91,10 @@ void bind_io_engines(nb::module_& m) {
 void bind_ask_to_end(nb::module_& m) {
     m.def(
         "ask_to_end", &ask_to_end,
-        "Say that the process is to end, as after Ctrl-C. For ten seconds from now, requests to storage devices that\n"
-        "do not return are given up after ending_seconds(), instead of after their own limit.");
+        "Announce that the process is to end, as after Ctrl-C. For ten seconds from now, requests to storage devices\n"
+        "that do not return are given up after ending_seconds(), instead of after their own limit.");
     m.def("take_back_ask_to_end", &take_back_ask_to_end,
-          "Take ask_to_end() back, as the storage has answered since. Requests have their own limit again.");
+          "Cancel ask_to_end(), because the storage has answered since. Requests have their own limit again.");
     m.def(
         "ending_seconds",
         []() -> std::optional<double> {
@@ -111,7 +111,7 @@ void bind_ask_to_end(nb::module_& m) {
             const auto waited = std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
             note_abandoned(EndingClock::Clock::now() - waited);
         },
-        "seconds"_a, "Note that a wait for a storage device was given up after so many seconds.");
+        "seconds"_a, "Record that a wait for a storage device was given up after `seconds`.");
 }
 
 }  // namespace

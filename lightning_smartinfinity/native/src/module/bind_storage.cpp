@@ -42,7 +42,7 @@ void bind_host_buffer(nb::module_& m) {
             },
             "device"_a, WithoutGil(),
             "Make copies from and to the device asynchronous, until unregister() or the end of the memory.\n\n"
-            "Returns whether it worked; if not, the device's registration_failure says why.")
+            "Returns whether it succeeded; if not, the device's registration_failure has the reason.")
         .def("unregister", &HostBuffer::unregister, WithoutGil(), "End the registration; idempotent.");
 }
 
@@ -63,36 +63,38 @@ std::vector<WaitRow> waits_of(const IoScheduler& scheduler) {
 }
 
 void bind_scheduler(nb::module_& m) {
-    nb::enum_<IoClass>(m, "IoClass", "Why something is transferred, most urgent first.")
+    nb::enum_<IoClass>(m, "IoClass", "The purpose of a transfer, most urgent first.")
         .value("AWAITED", IoClass::kAwaited, "Forward or backward waits for it.")
-        .value("GATHER", IoClass::kGather, "Tasklets of parameters that somebody wants to gather.")
+        .value("GATHER", IoClass::kGather, "Tasklets of parameters that are about to be gathered.")
         .value("STATE", IoClass::kState, "Other tasklets.")
-        .value("WRITE_BEHIND", IoClass::kWriteBehind, "Memory is freed when it has been written.")
-        .value("BACKGROUND", IoClass::kBackground, "Copies and checks that nobody waits for.");
+        .value("WRITE_BEHIND", IoClass::kWriteBehind, "Memory that is freed after it has been written.")
+        .value("BACKGROUND", IoClass::kBackground, "Copies and checks that no caller waits for.");
     nb::class_<IoScheduler>(
         m, "IoScheduler",
-        "Lets requests to the files of one device start in the order of their classes. Of `in_flight_bytes` at a "
-        "time,\n"
-        "or of those of the largest ring, each of `num_processes` that use the device has an equal part.")
+        "Starts the requests to one device's files in the order of their classes. At most `in_flight_bytes`, or the\n"
+        "bytes of the largest ring if these are more, are in flight, in equal shares for the `num_processes` that use\n"
+        "the device. A larger request runs alone.")
         .def(nb::new_([](std::size_t in_flight_bytes, std::size_t num_processes) {
                  return std::make_shared<IoScheduler>(in_flight_bytes, std::max<std::size_t>(num_processes, 1));
              }),
              nb::kw_only(), "in_flight_bytes"_a = IoScheduler::kInFlightBytes, "num_processes"_a = 1)
         .def_prop_ro("in_flight_bytes", &IoScheduler::in_flight_bytes,
                      "Bytes that this process may have in flight now.")
-        .def(
-            "waits", &waits_of,
-            "Return who waited for whom, since creation: for each pair of classes the name of the one that waited,\n"
-            "the name of the one that it waited for, the number of requests that waited, the bytes of the other class\n"
-            "that ended meanwhile, and the seconds, divided among the other classes in proportion to these bytes.");
+        .def("waits", &waits_of,
+             "Return the waits since creation, one row for each pair of classes that has any:\n\n"
+             "- name of the class that waited\n"
+             "- name of the class that it waited for\n"
+             "- number of requests that waited\n"
+             "- bytes of the other class that were transferred meanwhile\n"
+             "- seconds of waiting, divided among the other classes in proportion to these bytes");
 }
 
 void bind_state_file(nb::module_& m) {
     nb::class_<StateFile>(
         m, "StateFile",
         "One open descriptor of an existing file, close-on-exec.\n\n"
-        "A pipeline that uses it keeps the descriptor open until the pipeline is closed too. Whoever transfers its\n"
-        "bytes takes turns at `scheduler`, if there is one.\n\n"
+        "A pipeline that uses it keeps the descriptor open until the pipeline is closed too. Its transfers take turns\n"
+        "at `scheduler`, if there is one.\n\n"
         "Raises:\n    OSError: A call failed; it has errno and filename.")
         .def(
             "__init__",

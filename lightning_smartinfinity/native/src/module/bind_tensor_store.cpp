@@ -33,7 +33,7 @@ using Lease = MemoryPool::Lease;
 
 void bind_memory(nb::module_& m) {
     nb::class_<Lease> lease(m, "MemoryLease", nb::type_slots(buffer_slots<Lease>),
-                            "Memory of a pool, which comes back with the last reference, views included.");
+                            "Memory of a pool, returned to it when the last reference or view is gone.");
     bind_memory_view(lease);
     nb::class_<MemoryPool>(
         m, "MemoryPool",
@@ -48,25 +48,25 @@ void bind_memory(nb::module_& m) {
              "Raises:\n    ValueError: nbytes is 0.\n    OSError: The memory cannot be mapped.")
         .def_prop_rw("limit", &MemoryPool::limit, &MemoryPool::set_limit,
                      "Bytes above which idle memory is given back to the system. More is used as long as it is lent.")
-        .def_prop_ro("nbytes", &MemoryPool::used_bytes, "Bytes that are lent, and idle ones that take up memory.")
+        .def_prop_ro("nbytes", &MemoryPool::used_bytes, "Bytes that are lent, and idle ones that still use memory.")
         .def_prop_ro("lent_bytes", &MemoryPool::lent_bytes);
 }
 
 void bind_gradient_memory(nb::module_& m) {
     nb::class_<GradientMemory> memory(
         m, "GradientMemory", nb::type_slots(buffer_slots<GradientMemory>),
-        "Addresses for all gradients of a rank. Blocks take up memory while they are taken. It goes back to the\n"
+        "Addresses for all gradients of a rank. A block uses memory only while it is taken. Memory is returned to the\n"
         "system in granules, each when none of its blocks is taken. Forked children do not have it.\n\n"
         "Raises:\n    ValueError: nbytes is 0, or a granule is not made of whole blocks.\n"
-        "    OSError: There are not so many addresses.");
+        "    OSError: There is not enough address space.");
     bind_memory_view(memory)
         .def(nb::new_([](std::size_t nbytes, std::size_t granule) {
                  return std::make_shared<GradientMemory>(nbytes, granule);
              }),
              "nbytes"_a, nb::kw_only(), "granule"_a = kBlockBytes)
-        .def("take", &GradientMemory::take, "offset"_a, "nbytes"_a, WithoutGil(), "Have memory for whole blocks.")
+        .def("take", &GradientMemory::take, "offset"_a, "nbytes"_a, WithoutGil(), "Provide memory for whole blocks.")
         .def("drop", &GradientMemory::drop, "offset"_a, "nbytes"_a, WithoutGil(),
-             "Have no memory for whole blocks, whose content is undefined then.");
+             "Drop the memory of whole blocks; their content is undefined afterwards.");
     nb::class_<GradientWindow>(
         m, "GradientWindow",
         "The gradient of a tasklet during one step: where its memory is, the extent from which it is read before the\n"
@@ -82,12 +82,12 @@ void bind_gradient_memory(nb::module_& m) {
              "drops"_a)
         .def_prop_ro("is_stored", &GradientWindow::is_stored, "Whether it is read before the update.")
         .def_prop_ro("is_used", &GradientWindow::is_used,
-                     "Whether the update has used it, so that its memory is dropped, or free to be changed.");
+                     "Whether the update has used it; its memory was then dropped, or may be changed.");
 }
 
 void bind_extent(nb::module_& m) {
     nb::class_<TensorExtent>(m, "TensorExtent",
-                             "One tensor's place on storage, free again when nothing refers to it any more.")
+                             "One tensor's place on storage, which is freed with its last reference.")
         .def_prop_ro("path", [](const TensorExtent& self) { return self.file().file().path(); })
         .def_prop_ro("offset", &TensorExtent::offset, "Offset in the file.")
         .def_prop_ro("nbytes", &TensorExtent::bytes, "Size in whole blocks.")
@@ -158,8 +158,8 @@ void bind_store(nb::module_& m) {
         .def("done", method(&TensorStore::done), "ticket"_a, WithoutGil(),
              "Return whether the request has ended.\n\nRaises:\n    ValueError: There is no such ticket.")
         .def("cancel", method(&TensorStore::cancel), "ticket"_a, WithoutGil(),
-             "Start no further part of the request, and return whether that left any part out. Only wait() tells that\n"
-             "its memory is free.\n\n"
+             "Start no further part of the request, and return whether any part was left out. Its memory is free only\n"
+             "after wait().\n\n"
              "Raises:\n    ValueError: There is no such ticket.")
         .def(
             "wait",

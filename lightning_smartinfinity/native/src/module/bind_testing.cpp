@@ -75,16 +75,16 @@ void bind_inject(nb::module_& m, const char* name) {
         "misread_by"_a = 4096, "lose_write_at"_a = -1, "gradients"_a = false, WithoutGil(),
         "Inject faults from now on, for tests, and count them. Requests are counted from 0, reads and writes\n"
         "separately.\n\n"
-        "One bit of read flip_read_at is flipped. Read misread_at returns what lies misread_by bytes elsewhere. Write\n"
-        "lose_write_at is reported done, but not made. delay_us is added to the time of every request. With\n"
-        "`gradients` it injects faults, but no short transfers, into those of a card's gradient file; otherwise, into\n"
-        "all others.");
+        "One bit of read flip_read_at is flipped. Read misread_at returns the bytes misread_by before its offset, or\n"
+        "after it if there are too few before. Write lose_write_at is reported done, but not made. delay_us is added\n"
+        "to the time of every request. With `gradients`, faults other than short transfers are injected into\n"
+        "requests to a card's gradient file; otherwise, faults are injected into all other requests.");
 }
 
 void bind_counts(nb::module_& m) {
     nb::class_<FaultCounts> counts(m, "FaultCounts",
-                                   "Counts requests, and for each fault those on which it had an effect. A misread or\n"
-                                   "lost one counts only if that changed a byte.");
+                                   "Counts requests, and for each fault the requests on which it had an effect. A\n"
+                                   "misread or lost request counts only if that changed a byte.");
     const auto add = [&counts](const char* name, FaultCounts::Count FaultCounts::* count) {
         counts.def_prop_ro(name, [count](const FaultCounts& self) { return (self.*count).load(); });
     };
@@ -166,7 +166,7 @@ void bind_throttle(nb::module_& m) {
         .def(nb::new_(&put_throttle<PythonPipeline>), "pipeline"_a, "files"_a)
         .def(nb::new_(&put_throttle<PythonTensorStore>), "store"_a, "files"_a)
         .def("share", &slow_down<PythonTensorStore>, "store"_a, "files"_a,
-             "Let files of a store take turns with those that are slow already.")
+             "Throttle a store's files together with those already throttled.")
         .def_prop_rw(
             "bytes_per_second", [](const Throttle& self) { return self.bytes_per_second.load(); },
             [](Throttle& self, double rate) { self.bytes_per_second = rate; },
@@ -180,7 +180,8 @@ EndingClock::Clock::time_point moment(double seconds) {
 
 void bind_ending_clock(nb::module_& m) {
     using Seconds = std::chrono::duration<double>;
-    nb::class_<EndingClock>(m, "EndingClock", "A clock as that of the process. Moments are seconds since any other.")
+    nb::class_<EndingClock>(m, "EndingClock",
+                            "A clock like the process's own. Moments are seconds since an arbitrary one.")
         .def(nb::init<>())
         .def(
             "ask", [](EndingClock& self, double now) { self.ask(moment(now)); }, "now"_a)
@@ -192,7 +193,7 @@ void bind_ending_clock(nb::module_& m) {
                 if (!limit) return std::nullopt;
                 return std::pair(Seconds(limit->time).count(), Seconds(limit->from.time_since_epoch()).count());
             },
-            "now"_a, "Return the time of a wait, and the moment from which on it counts at the earliest.")
+            "now"_a, "Return the limit of a wait, and the earliest moment from which it counts.")
         .def(
             "abandon", [](EndingClock& self, double since, double now) { self.abandon(moment(since), moment(now)); },
             "since"_a, "now"_a);
@@ -263,7 +264,7 @@ DType decode(Address payload, std::size_t nbytes, std::uint64_t numel, Address o
 std::uint32_t crc32c_of_width(Address address, std::size_t nbytes, std::uint32_t value, int width) {
     const std::vector<int> widths = crc32c_widths();
     if (std::find(widths.begin(), widths.end(), width) == widths.end()) {
-        throw std::invalid_argument("crc32c_by: this CPU has no way to compute it of width " + std::to_string(width));
+        throw std::invalid_argument("crc32c_by: this CPU does not support the width " + std::to_string(width));
     }
     return crc32c_by(width, pointer_to(address), nbytes, value);
 }
@@ -277,7 +278,7 @@ void bind_parts(nb::module_& m) {
           "Return the register widths, in bits, that can compute CRC-32C on this CPU, slowest first; 0 is the table.");
     m.def(
         "leave_out_crc32c", [](bool left_out) { crc32c_left_out().store(left_out); }, "left_out"_a,
-        "Let every CRC-32C of this process be 0, in what is written and in what is compared, or compute them again.");
+        "Make every CRC-32C of this process 0, both in writing and in comparing, or compute them again.");
     m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
           "Return the CRC-32C of two consecutive pieces of memory from that of each; nbytes is the second's size.");
     m.def("encode_gradient", &encode, "codec"_a, "tasklet"_a, nb::kw_only(), "residual_scale"_a = 1.0f, WithoutGil(),
