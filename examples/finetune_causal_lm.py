@@ -213,7 +213,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="RANK",
         help="train adapters only (rank 16)",
     )
-    parser.add_argument("--storage", nargs="+", metavar="FOLDER", help="where the optimizer state lies")
+    parser.add_argument("--storage", nargs="+", metavar="FOLDER", help="folders for optimizer state")
     parser.add_argument("--run-dir", type=Path, help="for checkpoints and state (default: runs/ and the name of OUT)")
     parser.add_argument("--resume", metavar="CKPT", help="go on exactly where a checkpoint was saved")
     parser.add_argument("--save-every", type=positive, metavar="STEPS", help="default: a checkpoint after each epoch")

@@ -232,7 +232,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=positive, default=1)
     parser.add_argument("--batch-size", type=positive, default=16, help="passages per micro-batch and process")
     parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--storage", nargs="+", metavar="FOLDER", help="where the optimizer state lies")
+    parser.add_argument("--storage", nargs="+", metavar="FOLDER", help="folders for optimizer state")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/finetune_encoder"), help="default: %(default)s")
     parser.add_argument("--precision", default="32-true", help="default: %(default)s")
     parser.add_argument("--accelerator", default="auto")

@@ -131,7 +131,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pattern", default="*.py", help="which files (default: %(default)s)")
     parser.add_argument("--model-size", default="tiny", choices=SIZES, help="default: %(default)s")
     parser.add_argument("--strategy", default=NAME, help="Lightning strategy (default: %(default)s)")
-    parser.add_argument("--storage", nargs="+", metavar="FOLDER", help="where the optimizer state lies")
+    parser.add_argument("--storage", nargs="+", metavar="FOLDER", help="folders for optimizer state")
     parser.add_argument("--precision", help="default: bf16-mixed if the hardware multiplies bfloat16, else 32-true")
     parser.add_argument("--max-steps", type=positive, default=200, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=16, help="windows per micro-batch and process")

@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove", action="append", default=[], metavar="JOB", help="remove this job from the folders, if it is dead"
     )
-    parser.add_argument("--kept", action="store_true", help="with --remove: also state that is to be kept")
+    parser.add_argument("--kept", action="store_true", help="with --remove: also remove kept state")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_quiet(parser)
 

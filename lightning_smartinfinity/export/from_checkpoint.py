@@ -151,7 +151,7 @@ def _chosen(source: CheckpointWeights, settings: ExportSettings) -> tuple[str, M
     if settings.model is None:
         if settings.submodule is not None:
             raise ConfigError(
-                f"{source.path} does not tell which model of transformers {settings.submodule!r} is.",
+                f"{source.path} does not specify which transformers model {settings.submodule!r} is.",
                 "Pass its folder as --model.",
             )
         return None

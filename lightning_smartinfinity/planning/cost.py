@@ -136,8 +136,7 @@ def gain_on_host() -> CompressionGain:
     """Return the gain if the host's CPU updates: there is none, since gradients are already in host memory."""
     return CompressionGain(
         1.0,
-        "On the host device gradients are in host memory: they pass no channel to storage that compression could"
-        " relieve, and compressing them takes CPU time.",
+        "With the host device, gradients stay in host memory, so compression saves no transfer and costs CPU time.",
     )
 
 
@@ -183,13 +182,13 @@ def _reason(part: float, num_devices: int, ratio: float, at_best: float) -> str:
     if ratio >= 1 + _LEAST_GAIN:
         return f"{made}."
     if part >= 1:
-        return f"{made}: values with their places are no fewer bytes than all values without."
+        return f"{made}: values plus indices are no fewer bytes than the dense gradients."
     if at_best >= 1 + _LEAST_GAIN:
         return f"{made}: selecting the elements to send and keeping the others takes longer than it saves."
-    waits = f"{made}: it waits for what the devices read, compute and write themselves, not for the channel"
+    limited = f"{made}: the devices' own reads, compute and writes are the bottleneck, not the channel."
     if ratio > 1 - _LEAST_GAIN:
-        return waits + "."
-    return waits + ", and then for selecting the elements to send and keeping the others."
+        return limited
+    return f"{limited} Selecting the elements to send and keeping the others takes additional time."
 
 
 def published_smartssds(num_devices: int, *, duplex: bool = False, select: float = 0.0, cores: int = 1) -> Machine:

@@ -40,7 +40,7 @@ def gain(codec: Any, item_bytes: int = 4, **resources: Any) -> CompressionGain:
     [
         # Many cards on one channel gain, and gradients that pass through the SSDs.
         (lambda: gain(UNKEPT(0.01), num_cards=0), False, ""),
-        (lambda: gain(UNKEPT(0.01), num_cards=4), False, "not for the channel"),
+        (lambda: gain(UNKEPT(0.01), num_cards=4), False, "not the channel"),
         (lambda: gain(UNKEPT(0.01), num_cards=20), True, "times as fast"),
         (lambda: gain(UNKEPT(0.01), num_cards=4, route=Route.STORAGE), True, ""),
         (lambda: gain_on_cards(published_smartssds(4), dense(), TOP_K, route=Route.STORAGE), True, ""),
@@ -53,7 +53,7 @@ def gain(codec: Any, item_bytes: int = 4, **resources: Any) -> CompressionGain:
         (
             lambda: gain(TopK(0.01), 2, num_cards=4),
             False,
-            "not for the channel, and then for selecting the elements to send and keeping the others.",
+            "not the channel. Selecting the elements to send and keeping the others takes additional time.",
         ),
         # A slow selection on the CPU takes longer than sending everything; 8 bits always come from the CPU.
         (

@@ -97,8 +97,8 @@ def over_fabrics(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (of_kind("btrfs"), "lies on btrfs"),
-        (of_kind("zfs"), "lies on zfs"),
+        (of_kind("btrfs"), "is on btrfs"),
+        (of_kind("zfs"), "is on zfs"),
         (of_kind("tmpfs"), "in memory"),
         (of_kind("overlay"), "container"),
         (of_kind("nfs4"), "nfs4, a network"),
@@ -112,7 +112,7 @@ def over_fabrics(machine: Machine) -> None:
         (virtual("md0", "md", "md0p1"), "software RAID, md (md0)"),  # a partition is judged by its whole disk
         (virtual("loop0", "loop"), "a loop device (loop0)"),
         (sata, "no NVMe SSD (sda)"),
-        (lambda machine: machine.mount("/mnt/a", "259:77"), "259:77 sysfs does not know"),
+        (lambda machine: machine.mount("/mnt/a", "259:77"), "259:77 is not in sysfs"),
         (over_fabrics, "an NVMe namespace over tcp without a PCI function"),
     ],
 )

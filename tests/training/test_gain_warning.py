@@ -47,7 +47,7 @@ def reasons(
     [
         (QUICK, 4, {"gradient_route": "storage"}, ()),  # gradients pass through the SSDs
         (QUICK, 14, {}, ()),  # enough cards share the channel
-        (QUICK, 4, {}, ("predicted to bring no gain", "to 4 device(s)", "not for the channel")),
+        (QUICK, 4, {}, ("predicted to bring no gain", "to 4 device(s)", "not the channel")),
         (TopK(0.01), 14, {}, ("takes longer than it saves",)),  # one thread takes too long for the residual
         (QUICK, 2, {"num_processes": 7}, ()),  # the cards of all processes count
         (QUICK, 2, {"num_processes": 7, "sharers": 7}, ("to 2 device(s)",)),  # and each of them once

@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[Prepare, type[SmartInfinityError], str]] = {
     # The second load would remove the first's kernels.
     "another xclbin": (another_xclbin, ConfigError, "different xclbins.*11111111-1111.*Name one xclbin"),
     # Half of an unknown size is unknown.
-    "unknown memory": (unknown_memory, DeviceError, "2 processes share a card, .* does not tell how much memory"),
+    "unknown memory": (unknown_memory, DeviceError, "2 processes share a card, .* does not specify how much memory"),
 }
 
 

@@ -117,5 +117,5 @@ def _add_machine(machine: Any) -> None:
         type=_cores,
         default=_CORES,
         metavar="N",
-        help="of the CPU: so many threads keep what smartssd does not send, at most 8 (default: %(default)s)",
+        help="CPU cores; at most 8 of them store the residual (default: %(default)s)",
     )

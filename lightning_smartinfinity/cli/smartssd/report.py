@@ -147,7 +147,7 @@ def _take(lock: IO[str]) -> None:
     except BlockingIOError:
         raise StorageLockedError(
             f"Another card-report, or a v++ that one left behind, works in {Path(lock.name).parent}.",
-            f"Wait for it, end it (`fuser {lock.name}` tells its processes), or name another folder by --work.",
+            f"Wait for it, end it (`fuser {lock.name}` lists its processes), or name another folder by --work.",
         ) from None
 
 

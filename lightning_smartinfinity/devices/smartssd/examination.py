@@ -78,7 +78,7 @@ def examine(
     xclbin = yield from _tried("xclbin", "file", lambda: read_xclbin(settings, system))
     if xclbin is not None:
         yield Finding("xclbin", "file", True, str(xclbin.path))
-        yield Finding("xclbin", "built for", None, xclbin.platform or "not told")
+        yield Finding("xclbin", "built for", None, xclbin.platform or "unknown")
         yield Finding("xclbin", "uuid", None, xclbin.uuid)
     found = yield from _tried("cards", "found", lambda: list(_cards_found(system)))
     yield from found or ()
@@ -106,7 +106,7 @@ def _runtime_findings(
 ) -> Generator[Finding, None, str | None]:
     """Examine XRT; return the binding that calls it, ``None`` if it cannot be called."""
     root = yield from _checked("XRT", "XILINX_XRT", lambda: str(require_runtime(runtime)))
-    yield Finding("XRT", "version", None, runtime.version or "not told")
+    yield Finding("XRT", "version", None, runtime.version or "unknown")
     binding = yield from _checked("XRT", "called by", lambda: choose_binding(settings.binding, runtime))
     if system.emulated:
         mode = system.environment["XCL_EMULATION_MODE"]
@@ -120,7 +120,7 @@ def _cards_found(system: System) -> Iterator[Finding]:
     cards = cards_of(system)
     silent, version = without_driver(system), driver_version(system)
     if version is not None:
-        yield Finding("cards", "xocl version", None, version or "not told")
+        yield Finding("cards", "xocl version", None, version or "unknown")
     if silent:
         yield Finding("cards", "driver", False, f"xocl does not hold {', '.join(silent)}", "Load it: modprobe xocl.")
     if not cards and not silent:
@@ -135,13 +135,13 @@ def _cards_found(system: System) -> Iterator[Finding]:
 
 
 def _card_findings(system: System, card: Card) -> Iterator[Finding]:
-    yield Finding(card.label, "shell", None, card.shell or "not told")
+    yield Finding(card.label, "shell", None, card.shell or "unknown")
     reason = unusable_node(system, card)
     yield Finding(
         card.label,
         "device node",
         reason is None,
-        reason or f"{card.node or 'not told'}",
+        reason or str(card.node or "unknown"),
         "" if reason is None else "Give this user access, and log in again.",
     )
     p2p = card.p2p

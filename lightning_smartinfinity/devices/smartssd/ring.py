@@ -52,8 +52,8 @@ def share_of_memory(setup: CardSetup) -> int | None:
         return None
     if setup.xclbin.memory_bytes is None:
         raise DeviceError(
-            f"{setup.sharers} processes share a card, and the xclbin {str(setup.xclbin.path)!r} does not tell how much"
-            " memory it has.",
+            f"{setup.sharers} processes share a card, and the xclbin {str(setup.xclbin.path)!r} does not specify how"
+            " much memory it has.",
             f"Give each process cards of its own. Or: {BUILD_REMEDY}",
         )
     return setup.xclbin.memory_bytes * _USABLE_EIGHTHS // 8 // setup.sharers

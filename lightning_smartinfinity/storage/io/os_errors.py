@@ -74,7 +74,7 @@ def failure_error(failure: native.Failure, *, what: str) -> StorageError:
     if failure.kind == "checksum":
         return StorageCorruptError(problem, "Check the device, and resume from a checkpoint.")
     if failure.kind == "generation":
-        return StorageError(problem, "Look for the error of that write; to go on, resume from a checkpoint.")
+        return StorageError(problem, "See the earlier write error; to continue, resume from a checkpoint.")
     if failure.kind == "short":
         return StorageError(problem, "The file was truncated: resume from a checkpoint with a new store.")
     return storage_error(failure.errno, problem=problem)
@@ -95,7 +95,7 @@ def require_io_engine(name: str) -> None:
     if reason is not None:
         raise ConfigError(
             f"TransferConfig(io_engine={name!r}) is unavailable here: {reason}.",
-            "Use io_engine='auto', which takes what there is.",
+            "Use io_engine='auto', which selects an available engine.",
         )
 
 

@@ -189,7 +189,7 @@ def plan_putting_together(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
             if training.condition is Condition.RESUMABLE and not can_resume:
                 raise StorageError(
                     f"There is no training to resume in the job {job!r}. One that was interrupted after step "
-                    f"{training.step} lies in the job {other!r}.",
+                    f"{training.step} is in the job {other!r}.",
                     f"To resume it, pass transfer={{'job': {other!r}}}.",
                 )
     return Plan(job=job, moved=tuple((movers[part], part) for part in moved), archives=False)

@@ -113,7 +113,7 @@ def common_manifest(folders: Sequence[OpenFolder], *, rank: int) -> Manifest:
             )
     if first.extents.num_devices != len(folders):
         raise StorageCorruptError(
-            f"The optimizer state in {str(folders[0].path)!r} lies in {first.extents.num_devices} storage folders;"
+            f"The optimizer state in {str(folders[0].path)!r} is in {first.extents.num_devices} storage folders;"
             f" {len(folders)} named.",
             f"Name all of them: {list(first.folders)!r}.",
         )

@@ -182,8 +182,8 @@ def make_way(
         require_room()
     except StorageFullError as error:
         raise StorageFullError(
-            f"{error.problem} For a moment the state of {predecessor.num_ranks} processes, which goes on with "
-            f"{dist.get_world_size(group)}, lies there twice.",
+            f"{error.problem} While the training moves from {predecessor.num_ranks} to {dist.get_world_size(group)} "
+            "processes, its state is there twice.",
             f"{_by_checkpoint(predecessor.num_ranks)}, or free space there.",
         ) from error
     carry_out(plan, settings, group)

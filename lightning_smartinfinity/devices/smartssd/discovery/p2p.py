@@ -19,7 +19,7 @@ class P2PState(enum.Enum):
     WARM_REBOOT = "enabled, from the next warm reboot on"
     BROKEN = "its remapper is set to another size"
     NOT_SUPPORTED = "not supported by the shell"
-    UNKNOWN = "unknown: the driver does not tell"
+    UNKNOWN = "unknown: not reported by the driver"
 
 
 class P2P(NamedTuple):

@@ -54,11 +54,11 @@ def ssd_of(system: System, folder: Path) -> Ssd:
     _require_file_system(folder, mount)
     block = (system.sysfs / "dev/block" / mount.device).resolve()
     if not block.is_dir():
-        raise _refused(folder, f"lies on {mount.source}, whose block device {mount.device} sysfs does not know")
+        raise _refused(folder, f"is on {mount.source}, whose block device {mount.device} is not in sysfs")
     disk = block.parent if (block / "partition").exists() else block
     between = _between(disk)
     if between is not None:
-        raise _refused(folder, f"lies on {mount.source}, which is {between}")
+        raise _refused(folder, f"is on {mount.source}, which is {between}")
     return Ssd(folder, disk.name, _controller_of(system, folder, disk), mount.kind)
 
 
@@ -79,7 +79,7 @@ def _require_file_system(folder: Path, mount: Mount) -> None:
         described = "overlay, a container's own file system"
     else:
         described = mount.kind
-    raise _refused(folder, f"lies on {described}")
+    raise _refused(folder, f"is on {described}")
 
 
 def _between(disk: Path) -> str | None:
@@ -103,10 +103,10 @@ def _controller_of(system: System, folder: Path, disk: Path) -> PciPath:
         return paths.pop()
     if paths:
         listed = ", ".join(sorted(path.address for path in paths))
-        raise _refused(folder, f"lies on {disk.name}, which several controllers lead to ({listed})")
+        raise _refused(folder, f"is on {disk.name}, which several controllers lead to ({listed})")
     transports = {text_of(controller / "transport") for controller in _controllers(disk)} - {None}
     over = f" over {', '.join(sorted(map(str, transports)))}" if transports else ""
-    raise _refused(folder, f"lies on {disk.name}, an NVMe namespace{over} without a PCI function")
+    raise _refused(folder, f"is on {disk.name}, an NVMe namespace{over} without a PCI function")
 
 
 def _controllers(disk: Path) -> list[Path]:

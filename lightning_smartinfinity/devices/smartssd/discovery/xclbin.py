@@ -89,11 +89,11 @@ def _read(file: BinaryIO, named: NamedXclbin) -> Xclbin:
         sections = _sections(file, num_sections)
         # XRT uses these offsets without checking them.
         if length > nbytes or any(section.offset + section.nbytes > nbytes for section in sections):
-            raise struct.error("an offset behind the end")
+            raise struct.error("an offset beyond the end")
         banks = [1024 * kib for _, used, kib in _entries(file, sections, _MEM_TOPOLOGY, _BANK) if used]
         units = [_text(name) for kind, name in _entries(file, sections, _IP_LAYOUT, _UNIT) if kind == _KERNEL]
     except struct.error as error:
-        problem = f"The xclbin {named.setting} is torn: its header tells of more than its {nbytes} bytes."
+        problem = f"The xclbin {named.setting} is truncated: its header declares more than its {nbytes} bytes."
         raise DeviceError(problem, BUILD_REMEDY) from error
     kernels = tuple(dict.fromkeys(unit.split(":")[0] for unit in units))  # a unit is called <kernel>:<instance>
     memory = max(banks, default=None)

@@ -30,7 +30,7 @@ __all__ = ["FoundCheckpoint", "await_seen", "find_checkpoint"]
 
 _MERGE = (
     "Start as many processes as saved it, on the same machines in the same order, or copy the parts of all machines "
-    "into one folder that all of them see; `smart-infinity scrub` tells whether it is whole."
+    "into one folder that all of them see; then check it with `smart-infinity scrub`."
 )
 
 
@@ -199,7 +199,7 @@ def _require_one_save(found: Sequence[_Seen]) -> None:
 
 def _with_others(problem: CheckpointError, found: Sequence[_Seen | None]) -> CheckpointError:
     """Return why this rank cannot load a checkpoint, together with the files that other ranks see."""
-    others = [f"{each.host} has the files of the processes {_listed(each.saved)}" for each in found if each is not None]
+    others = [f"{each.host} has the files of {_listed(each.saved)}" for each in found if each is not None]
     if not others:
         return problem
     seen = "; ".join(dict.fromkeys(others))
@@ -213,19 +213,19 @@ def _require_part(own: _Seen, saved: frozenset[int]) -> None:
         if rank not in there:
             raise CheckpointError(
                 f"Rank {rank} on {own.host} finds no file '*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt' in "
-                f"{own.folder}, which has those of the processes {_listed(there)}.",
+                f"{own.folder}, which has those of {_listed(there)}.",
                 _MERGE,
             )
     if len(saved) > world_size:
         raise CheckpointError(
-            f"{own.folder} on {own.host} has the files of the processes {_listed(own.saved)} only, of {max(saved) + 1} "
+            f"{own.folder} on {own.host} has the files of {_listed(own.saved)} only, of {max(saved) + 1} "
             f"that saved it, and {world_size} processes are to load it.",
             _MERGE,
         )
 
 
 def _listed(ranks: frozenset[int]) -> str:
-    return ", ".join(map(str, sorted(ranks))) or "nobody"
+    return f"the processes {', '.join(map(str, sorted(ranks)))}" if ranks else "no process"
 
 
 def _check_precision(files: list[Path], bf16: bool) -> None:
