@@ -21,7 +21,7 @@ from typing import Any
 from comparison import Figures, compare, in_child, parse_options
 from machine import describe
 from raw_disk import cpu_seconds
-from training import WARMUP, Probe, tokens, train_near_storage
+from training import WARMUP, Probe, tokens, train_with_package
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.helpers.native_testing import leave_out_crc32c
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> Figures:
     system, _, way = options.child.removesuffix(" checksums").rpartition(", ")
     leave_out_crc32c(way == "without")
     probe = CpuProbe()
-    train_near_storage(
+    train_with_package(
         options.size,
         options.steps,
         options.storage,

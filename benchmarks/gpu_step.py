@@ -35,7 +35,7 @@ from memory import Losses, build
 from raw_disk import MIB, all_settings
 from step import Disk, StepProbe
 from torch import nn
-from training import PARTS, WARMUP, train_near_storage, train_stock
+from training import PARTS, WARMUP, train_stock, train_with_package
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "smart_infinity": {},
@@ -172,7 +172,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     elif system.startswith("smart_infinity"):
         settings = {"overlap": "forward", **how.pop("settings", {})}
         common: dict[str, Any] = {"precision": "bf16-true", "settings": settings, "build": model}
-        train_near_storage(size, steps, folder, accelerator="cuda", probe=probe, batches=batches, **common, **how)
+        train_with_package(size, steps, folder, accelerator="cuda", probe=probe, batches=batches, **common, **how)
         extra = copies(numel)
     else:
         train_stock(size, steps, stock_config(folder, **how), probe=probe, batches=batches, build=model)

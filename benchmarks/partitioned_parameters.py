@@ -49,19 +49,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default: 24 of classes, 60 of handshake")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if "STORAGE_OF_BENCHMARK" not in os.environ:  # a second rank starts this script again
-        os.environ["STORAGE_OF_BENCHMARK"] = tempfile.mkdtemp()
     if "LOCAL_RANK" not in os.environ:
         print(describe("torch"), flush=True)
-    if options.part == "classes":
-        print("| parameters | kept whole | without, CPU s | with / without | quartiles | more, us each |")
-        print("|---|---|---|---|---|---|")
-        for threshold in (0, 10**6):
-            layers = [torch.nn.Linear(options.width, options.width) for _ in range(options.layers)]
-            classes(torch.nn.Sequential(*layers), options.rows, threshold, options.rounds or 24)
-    else:
-        handshake(options.widths, options.rounds or 60)
-    shutil.rmtree(os.environ["STORAGE_OF_BENCHMARK"], ignore_errors=True)
+    if "STORAGE_OF_BENCHMARK" not in os.environ:  # a second rank starts this script again
+        os.environ["STORAGE_OF_BENCHMARK"] = tempfile.mkdtemp()
+    try:
+        if options.part == "classes":
+            print("| parameters | kept whole | without, CPU s | with / without | quartiles | more, us each |")
+            print("|---|---|---|---|---|---|")
+            for threshold in (0, 10**6):
+                layers = [torch.nn.Linear(options.width, options.width) for _ in range(options.layers)]
+                classes(torch.nn.Sequential(*layers), options.rows, threshold, options.rounds or 24)
+        else:
+            handshake(options.widths, options.rounds or 60)
+    finally:
+        shutil.rmtree(os.environ["STORAGE_OF_BENCHMARK"], ignore_errors=True)
 
 
 def trained(net: torch.nn.Module, devices: int, threshold: int) -> tuple[L.Fabric, Any, Any]:

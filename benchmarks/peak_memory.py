@@ -23,7 +23,7 @@ import torch
 from comparison import compare, parse_options, several
 from gpt2 import GPT2
 from machine import describe
-from training import WARMUP, Batches, Probe, tokens, train_near_storage, train_stock
+from training import WARMUP, Batches, Probe, tokens, train_stock, train_with_package
 
 SYSTEMS = ("smart_infinity", "smart_infinity_parameters", "adamw", "zero_infinity", "zero_infinity_pipelined")
 COLUMNS = {  # key of a system's figures and number of digits
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return probe.report(train_in_memory(size, steps, probe=probe, batches=batches))
     if system.startswith("smart_infinity"):
         zero = {"offload_param": {"device": "nvme"}} if system.endswith("parameters") else {}
-        strategy = train_near_storage(size, steps, folder, accelerator="cpu", probe=probe, batches=batches, **zero)
+        strategy = train_with_package(size, steps, folder, accelerator="cpu", probe=probe, batches=batches, **zero)
         return {**probe.report(strategy.state_numel), "held": strategy.host_bytes}
     os.environ["DS_ACCELERATOR"] = "cpu"
     config = zero_infinity_config(folder, pipelined=system.endswith("pipelined"))

@@ -24,7 +24,7 @@ from typing import Any
 from comparison import Figures, compare, in_child, parse_options
 from gpt2 import CONTEXT
 from machine import describe
-from training import Probe, tokens, train_near_storage
+from training import Probe, tokens, train_with_package
 
 from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
 
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> Figures:
     from lightning.pytorch.callbacks import LambdaCallback
 
     watch = Watch(options.rate, options.steps)
-    train_near_storage(
+    train_with_package(
         options.size,
         options.steps,
         options.storage,

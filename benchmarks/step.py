@@ -41,7 +41,7 @@ from gpt2 import CONTEXT, GPT2
 from machine import describe
 from peak_memory import resident, restart_peak, system_io, train_in_memory, zero_infinity_config
 from raw_disk import MIB, IoSettings, RawDisk, all_settings, cpu_seconds
-from training import PARTS, WARMUP, Probe, tokens, train_near_storage, train_stock
+from training import PARTS, WARMUP, Probe, tokens, train_stock, train_with_package
 
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> Figures:
     elif options.child in OURS:
         state_format, overlap = options.child.split("/")
         settings = {"state_format": state_format, "overlap": overlap}
-        train_near_storage(size, steps, folder, accelerator="cpu", clip=clip, settings=settings, **common)
+        train_with_package(size, steps, folder, accelerator="cpu", clip=clip, settings=settings, **common)
     else:
         run_stock(options, clip, common)
     with torch.device("meta"):

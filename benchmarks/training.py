@@ -113,7 +113,7 @@ def quiet_trainer(folder: str | Path, strategy: Any, **settings: Any) -> Any:
     return pl.Trainer(strategy=strategy, default_root_dir=folder, **{**common, **settings})
 
 
-def train_near_storage(
+def train_with_package(
     size: str,
     steps: int,
     folder: str,

@@ -20,7 +20,7 @@ from typing import Any
 
 from comparison import Figures, compare, parse_options, several
 from machine import describe
-from training import WARMUP, Probe, tokens, train_near_storage
+from training import WARMUP, Probe, tokens, train_with_package
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "overlap none": {"overlap": "none"},
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> Figures:
         sizes.append(max(path.stat().st_size for path in Path(options.storage).rglob("training-*.bin")))
 
     TrainerFitRecord._record_loop = timed  # type: ignore[method-assign]
-    train_near_storage(
+    train_with_package(
         options.size,
         options.steps,
         options.storage,
