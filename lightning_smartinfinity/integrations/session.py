@@ -221,7 +221,7 @@ class TrainingSession(ABC):
     def _build_engine(
         self, model: torch.nn.Module, optimizer: Optimizer, initialize: Callable[[], tuple[SmartInfinityEngine, T]]
     ) -> tuple[SmartInfinityEngine, T]:
-        """Call ``deepspeed.initialize`` so that the returned engine trains near storage.
+        """Call ``deepspeed.initialize`` so that the returned engine keeps optimizer state on storage.
 
         Args:
             model: Module to train.

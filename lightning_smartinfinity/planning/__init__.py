@@ -8,9 +8,8 @@ estimates the gain of compression.
     virtual_time     processes, and resources that they share
     hardware         devices, channel, GPU, host          workload, gradients   data of an update
     wiring           paths over a machine's resources
-    simulated_batch  the native core's TransferSchedule in virtual time
-    handler          our update on that schedule          published             SmartUpdate, ZeRO-Infinity
-    systems          the updates by system                step                  a step of any system
+    handler          our update, by the native core's TransferSchedule
+    systems          SmartUpdate, ZeRO-Infinity, ours     step                  a step of any system
     paper            the paper's tables as data           fit, reproduction     the same numbers, simulated
     cost             gain of compression                  memory                host memory of an update
     model, training  numbers of a model and a training    needs                 bytes by place, phase and owner

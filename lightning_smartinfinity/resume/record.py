@@ -33,7 +33,7 @@ class RecordWriter:
 
     Args:
         engine: The engine that trains.
-        gap: Half a sentence that says why several steps come between two records, should they come.
+        gap: Half a sentence that says why several steps may come between two records.
     """
 
     def __init__(self, engine: SmartInfinityEngine, *, gap: str) -> None:
@@ -135,12 +135,12 @@ class RecordWriter:
 
 
 class FitRecord:
-    """Lets the trainings of a strategy be resumed from storage. It outlives them.
+    """Makes a strategy's trainings resumable from storage, and outlives them.
 
     Args:
         how_to_resume: Half a sentence that says what the user calls to go on after an interruption.
-        gap: Half a sentence that says why several steps come between two records, should they come.
-        automatic: Whether records are written without a call of the user's.
+        gap: Half a sentence that says why several steps may come between two records.
+        automatic: Whether records are written without a call by the user.
 
     Attributes:
         automatic: As passed.
@@ -159,11 +159,11 @@ class FitRecord:
         return self._writer is not None
 
     def resume_next(self, transfer: TransferConfig, *, what: str) -> None:
-        """Let the training that is set up next resume from storage.
+        """Make the next training that is set up resume from storage.
 
         Args:
             transfer: The transfer settings.
-            what: The call that asks for it, for the error.
+            what: The user's call that requests it, for the error.
 
         Raises:
             ConfigError: The settings ask to keep nothing.

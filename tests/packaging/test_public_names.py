@@ -37,7 +37,7 @@ BELOW = (
     *("huggingface.SmartInfinityTraining", "precision.SmartInfinityPrecision", "errors.SmartInfinityError"),
     *("metrics.BytesPerParameter", "metrics.StorageBandwidth", "metrics.StorageBytes", "metrics.StorageWait"),
     *("metrics.traffic_between", "plan.Dense", "plan.Overlap", "plan.System", "plan.Workload"),
-    *("plan.cost", "plan.simulate_step", "transfer.convert.convert_store"),
+    *("plan.cost", "plan.fit", "plan.simulate_step", "transfer.convert.convert_store"),
 )
 
 

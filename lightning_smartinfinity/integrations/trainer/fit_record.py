@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainerFitRecord", "go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
 
-_INDEX = "books"
+_INDEX = "books"  # a key in stored training records: a new name could not read those of earlier versions
 _LEFT_OUT = frozenset(
     {
         "state_dict",
