@@ -66,9 +66,9 @@ def wheel(wheel_file: Path) -> zipfile.ZipFile:
 
 @LONG
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    """The wheel has every module, one extension with its stub, and py.typed, but no sources or tests."""
+    """The wheel has every module and stub, one extension with its own, and py.typed, but no sources or tests."""
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    python = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).rglob("*.py")}
+    python = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).rglob("*.py*") if path.suffix in (".py", ".pyi")}
     extensions = {name for name in names if name.endswith(".so")}
     assert names - extensions == python | {f"{PACKAGE}/py.typed", f"{PACKAGE}/native/_core.pyi"}
     assert len(extensions) == 1
