@@ -123,6 +123,14 @@ def test_requirements(source_distribution: tarfile.TarFile) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
+def test_build_needs_no_torch() -> None:
+    """The core does not use torch, so that one wheel fits every torch and builds without one."""
+    requires = re.search(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert requires is not None
+    names = re.findall(r'"([\w-]+)', requires[1])
+    assert "nanobind" in names and "torch" not in names
+
+
 @LONG
 def test_installed_core_runs_alone(wheel_file: Path, tmp_path: Path) -> None:
     """The wheel's extension loads and computes without torch or any other installed package."""
