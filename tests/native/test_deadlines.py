@@ -33,6 +33,7 @@ from tests.helpers.native_testing import EndingClock, Hold, inject
 from tests.helpers.processes import REPOSITORY
 from tests.helpers.waiting import LIMIT, PROCESS_LIMIT, await_that, lenient
 from tests.native.stored import Run, StoredState
+from tests.native.test_interrupt import interrupted
 from tests.native.test_pipeline import assert_same, initial, normals
 
 BLOCK = 4096
@@ -171,15 +172,21 @@ def test_closing_while_a_request_is_not_answered(tmp_path: Path) -> None:
     hold.release()
 
 
-def test_the_end_of_the_process_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asks", ["Ctrl-C", "ask_to_end"])
+def test_the_end_of_the_process_is_asked_for(tmp_path: Path, asks: str) -> None:
     """Limits are three seconds then: a batch that waits for a disk for ever stops, without holding Python's lock."""
     with StoredState(tmp_path, NUMEL, 1024, options={"timeout_ms": ENDLESS}) as state:
         state.write(*initial(NUMEL))
         hold = Hold(state.pipeline, read_at=0)
         state.start(Operation.UPDATE, [Run(0, NUMEL, 0, normals(9, NUMEL))], [STEP])
-        threading.Timer(0.1, ask_to_end).start()
-        failure = state.pipeline.finish()
-        assert failure is not None and failure.message.endswith("did not return within 3 s")
+        if asks == "Ctrl-C":
+            with interrupted():
+                state.pipeline.finish()
+            state.pipeline.stop()
+        else:
+            threading.Timer(0.1, ask_to_end).start()
+            failure = state.pipeline.finish()
+            assert failure is not None and failure.message.endswith("did not return within 3 s")
         assert hold.count == 1 and state.pipeline.busy
         hold.release()
         await_that(lambda: not state.pipeline.busy)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -66,17 +71,33 @@ def test_sums_beyond_fp32(name: str, instruction_set: InstructionSet) -> None:
         assert compressing.residual is not None and np.isfinite(compressing.residual).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", [1, 2, 5, pytest.param(40, id="more than there is memory for")])
 def test_any_number_of_threads(threads: int) -> None:
-    """Each tasklet is fed once."""
-    compressings = [compressing_of(seed=seed) for seed in range(7)]
+    """Each tasklet is fed once. If not all threads can be started, those that run do all the work.
+
+    If they did half of it, the next call would feed that half twice.
+    """
+    compressings = [compressing_of(seed=seed) for seed in range(max(7, threads))]
     pairs = [(one, one.encode(CODECS["top_k"])) for one in compressings]
     expected = [fed_back(one.source, decoded(payload, NUMEL)) for one, payload in pairs]
     tasklets = [one.tasklet(len(payload)) for one, payload in pairs]
-    feed_back(tasklets, residual_scale=8.0, threads=threads)
+    with _room_for(64 << 20):  # far less than the stacks of forty threads take
+        feed_back(tasklets, residual_scale=8.0, threads=threads)
     for compressing, residual in zip(compressings, expected, strict=True):
         assert compressing.residual is not None
         assert_same_bits(compressing.residual, residual)
+
+
+@contextmanager
+def _room_for(nbytes: int) -> Iterator[None]:
+    """Limit the process's address space to this many bytes more than it uses."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize("name", ["top_k", "8_bits"])

@@ -203,6 +203,24 @@ def test_a_write_that_has_not_started_can_be_cancelled(tmp_path: Path) -> None:
     setup.store.close()
 
 
+def test_a_write_that_was_cut_short_is_not_cancelled(tmp_path: Path) -> None:
+    """A write that waits for its second attempt has changed the storage, so it goes on to its end."""
+    setup = Setup(tmp_path, in_flight_bytes=2 * BLOCK)
+    extent, _ = setup.written(2 * BLOCK, seed=1)
+    inject(setup.store, short_transfer_every=1)
+    first, second = Hold(setup.store, write_at=0), Hold(setup.store, write_at=1)
+    (memory, values), before = setup.content(2 * BLOCK, seed=2), setup.store.counters().written_bytes
+    cut_short = setup.write(extent, memory)
+    other = setup.write(setup.store.allocate(2 * BLOCK), setup.content(2 * BLOCK)[0])
+    first.release()
+    await_that(lambda: second.count == 1 and setup.store.counters().written_bytes > before)
+    assert not setup.store.cancel(cut_short)
+    second.release()
+    assert [setup.store.wait(ticket) for ticket in (cut_short, other)] == [None, None]
+    np.testing.assert_array_equal(setup.found(extent), values)
+    setup.store.close()
+
+
 def test_urgent_requests_go_first(tmp_path: Path) -> None:
     """Requests start in the order of their classes, and the scheduler tells who waited for whom."""
     setup = Setup(tmp_path, in_flight_bytes=BLOCK)

@@ -90,7 +90,14 @@ def test_a_checkpoint_that_is_missing(run: str, full_weights: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "zero", [{"zero_quantized_gradients": False}, {"elastic_checkpoint": False}, {"load_from_fp32_weights": True}]
+    "zero",
+    [
+        {"zero_quantized_gradients": False},
+        {"elastic_checkpoint": False},
+        {"load_from_fp32_weights": True},
+        {"zero_hpz_partition_size": 1},
+        {"zenflow": None},
+    ],
 )
 def test_refused_features_may_be_switched_off_explicitly(zero: dict[str, Any]) -> None:
     """A configuration that sets a refused feature to its harmless value is accepted."""

@@ -100,9 +100,12 @@ def tree(folder: Path) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+@pytest.mark.parametrize("kind", ["folder", "file", "link", "old leftover"])
 def test_what_lies_where_a_save_is_written(kind: str, first: bool, tmp_path: Path) -> None:
-    """A save is refused before anything changes if somebody else's files have the hidden name; the error names them."""
+    """A save is refused before anything changes if somebody else's files have the hidden name; the error names them.
+
+    The leftover of an older version, which has no mark, goes if it holds files of checkpoints only.
+    """
     path = tmp_path / "a.ckpt"
     staging = beside(path) if first else path / ".saving"
     if not first:
@@ -112,34 +115,45 @@ def test_what_lies_where_a_save_is_written(kind: str, first: bool, tmp_path: Pat
         in_the_way(staging / "precious.txt")
     elif kind == "file":
         in_the_way(staging)
-    else:
+    elif kind == "link":
         staging.symlink_to(tmp_path / "mine")
+    else:
+        for name in (*FILES, "notes.txt"):
+            in_the_way(staging / "new" / TAG / name)
     before = tree(tmp_path)
-    named = staging / "precious.txt" if kind == "folder" else staging
+    named = {"folder": staging / "precious.txt", "old leftover": staging / "new"}.get(kind, staging)
     with pytest.raises(CheckpointError, match=f"{named} is in the way") as caught:
         save(path, "new")
     assert "Move it elsewhere" in caught.value.remedy
     assert tree(tmp_path) == before
-    staging.rename(tmp_path / "moved")
+    if kind == "old leftover" and not first:
+        (staging / "new" / TAG / "notes.txt").unlink()
+    else:
+        staging.rename(tmp_path / "moved")
     save(path, "new")
-    assert saved(path) == {"new"}
+    assert saved(path) == {"new"} and not staging.exists()
 
 
 @pytest.mark.parametrize("every", long_but([5], [5, 1]))
 @pytest.mark.parametrize("then", ["save", "remove"])
 @pytest.mark.usefixtures("_file_system")
 def test_a_kill_at_any_system_call_leaves_one_save_whole(
-    then: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack
+    then: str,
+    every: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attack: Attack,
+    request: pytest.FixtureRequest,
 ) -> None:
     """A killed first save leaves itself or nothing, a killed second one itself or the first.
 
     A third save cleans up, and so does whoever removes what is left, by which no whole save goes. The form that always
-    runs kills at every fifth call.
+    runs kills at every fifth call, from a first one that its name decides.
     """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a kill loses nothing that was written, flushed or not
     for first in (True, False):
         outcomes = set()
-        for number in range(0, 1000, every):
+        for number in range(random.Random(f"{request.node.name} {first}").randrange(every), 1000, every):
             path = tmp_path / f"{first}-{number}" / "a.ckpt"
             if not first:
                 save(path, "old")
@@ -292,6 +306,23 @@ def test_a_second_save_to_a_path_that_another_one_writes(first: bool, tmp_path: 
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
 
 
+def test_a_folder_that_another_save_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that looked before another one ended looks again once it has the lock, and exchanges the subfolder."""
+    path, looked = tmp_path / "a.ckpt", folder_swap.staging_for
+
+    def late(target: Path, tag: str) -> Path:
+        monkeypatch.setattr(folder_swap, "staging_for", looked)
+        staging = looked(target, tag)
+        save(path, "other")
+        in_the_way(path / "notes.txt")
+        return staging
+
+    monkeypatch.setattr(folder_swap, "staging_for", late)
+    save(path, "new")
+    assert saved(path) == {"new"} and (path / "notes.txt").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+
+
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save goes on without a lock where the file system has none."""
 
@@ -430,6 +461,20 @@ def test_a_reader_between_the_two_renames_of_a_save(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "rename", slow_rename)
     save(path, "new")
     assert found.get(timeout=LIMIT) == {"new"}
+
+
+def test_what_somebody_removes_within_a_save(tmp_path: Path) -> None:
+    """A save of which something is gone is not reported as saved."""
+    save(tmp_path / "a.ckpt", "old")
+
+    def lose() -> None:
+        with replacing(tmp_path / "a.ckpt", TAG) as (new, _, save_id):
+            (new / TAG).mkdir()
+            (new.parent / save_id).unlink()
+
+    with pytest.raises(CheckpointError, match="another process has removed the written files"):
+        lose()
+    assert saved(tmp_path / "a.ckpt") == {"old"}
 
 
 def in_the_way(path: Path) -> None:

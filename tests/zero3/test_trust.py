@@ -6,7 +6,10 @@ import collections
 import os
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 import pytest
@@ -26,6 +29,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.trust import (
     warn_of_types,
 )
 from tests.helpers.hostile import Hostile, executed
+from tests.helpers.waiting import LIMIT
 
 PACKAGE = Path(__file__).parents[2] / "lightning_smartinfinity"
 
@@ -125,3 +129,25 @@ def test_a_file_that_is_larger_than_memory(tmp_path: Path) -> None:
     assert loaded["large"].numel() == nbytes and loaded["large"][-1] == 0
     loaded["large"][-1] = 7
     assert load_file(file, map_location="cpu", mmap=True)["large"][-1] == 0
+
+
+def test_loads_that_overlap_leave_torch_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that ends within another one, and one that ends after it, take their patch away together."""
+    original, load = torch.UntypedStorage.from_file, torch.load
+    begun, ends, loads = SimpleQueue[Path](), {tmp_path / "first": Event(), tmp_path / "second": Event()}, []
+
+    def held(path: Path, **options: Any) -> Any:
+        begun.put(path)
+        assert ends[path].wait(LIMIT)
+        return load(path, **options)
+
+    monkeypatch.setattr(torch, "load", held)
+    with ThreadPoolExecutor() as pool:
+        for path in ends:
+            torch.save(torch.arange(3), path)
+            loads.append(pool.submit(load_file, path, mmap=True))
+            assert begun.get(timeout=LIMIT) == path
+        for end, loading in zip(ends.values(), loads, strict=True):  # the first begun ends first
+            end.set()
+            loading.result(LIMIT)
+    assert torch.UntypedStorage.from_file is original
