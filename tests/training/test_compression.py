@@ -193,6 +193,13 @@ def test_checkpoint_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture
         trainer = quiet_trainer(loading, strategy, max_steps=3, callbacks=callbacks)
         trainer.fit(LitTiny(PLAIN), ckpt_path=saving / "half.ckpt")
     assert not begun[0].any() and begun[1].any()
+    half = strategy_in(tmp_path / "half")
+    half.initial_scale_power = 10
+    note_end = does(on_train_end=note)
+    fit(LitTiny(PLAIN), tmp_path / "half", half, max_steps=1, precision="16-mixed", callbacks=[note_end])
+    fit(LitTiny(PLAIN), tmp_path / "full", strategy_in(tmp_path / "full"), max_steps=1, callbacks=[note_end])
+    unscaled, exact = (float(residual.abs().max()) for residual in begun[2:])
+    assert unscaled == pytest.approx(exact, rel=0.05), "the residual has a loss scale"
     left_out, at_zero = (record for record in caplog.records if "residual" in record.message)
     assert "residual of compressed gradients is left out" in left_out.message
     assert at_zero.levelno == logging.WARNING and "begins at zero: the checkpoint gives none" in at_zero.message

@@ -95,9 +95,15 @@ def test_values_are_those_of_the_converter(
 
 
 def test_weights_that_are_tied_there_and_not_here(saved: Path, tmp_path: Path) -> None:
-    """Untied weights both take the saved tied values."""
+    """Untied weights both take the saved tied values. Tied ones take the later name's, as in load_state_dict."""
     untied = dataclasses.replace(RECIPE, tied=False)
     assert_loaded(evaluated_values(quiet_trainer(tmp_path), saved, untied), converted(saved))
+    trainer = fit(Buffered(untied), tmp_path / "untied", max_steps=1)
+    trainer.save_checkpoint(tmp_path / "untied.ckpt")
+    expected = converted(tmp_path / "untied.ckpt")
+    assert not torch.equal(expected["model.tokens.weight"], expected["model.head.weight"])
+    again = evaluated_values(quiet_trainer(tmp_path / "tied"), tmp_path / "untied.ckpt")
+    assert_loaded(again, {**expected, "model.tokens.weight": expected["model.head.weight"]})
 
 
 class More(Buffered):

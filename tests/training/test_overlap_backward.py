@@ -146,17 +146,18 @@ INTERRUPTED = {
     "the step begins after a wrong guess": (TransferHandler, "begin_step"),
     "a failed step is rolled back": (Step, "read_back"),
     "the update is waited for": (UpdateInFlight, "_wait_for"),
+    "the step is committed": (TransferHandler, "commit"),
 }
 
 
 @pytest.fixture(scope="module")
-def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None], dict[str, torch.Tensor]]:
-    """Return a function that gives the masters after two steps without overlap."""
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, torch.Tensor]]:
+    """Return a function that gives the masters after some steps without overlap."""
 
     @cache
-    def masters(clip: float | None) -> dict[str, torch.Tensor]:
-        recipe = dataclasses.replace(BF16, clip=clip, max_steps=2)
-        return result(run_of(tmp_path_factory.mktemp("two"), recipe, "none"))[1]
+    def masters(clip: float | None = None, num_steps: int = 2) -> dict[str, torch.Tensor]:
+        recipe = dataclasses.replace(BF16, clip=clip, max_steps=num_steps)
+        return result(run_of(tmp_path_factory.mktemp("straight"), recipe, "none"))[1]
 
     return masters
 
@@ -170,9 +171,9 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | Non
     ],
 )
 def test_an_interrupt_within_a_guess(
-    name: str, after: int, two_steps: Callable[[float | None], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, after: int, straight: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters and masters are those of the last step and can be saved."""
+    """Parameters and masters are those of the last step and can be saved. A step that is committed stays."""
     clip = 1e-3 if "wrong" in name or "guess is rolled back" in name else None
     faults = [fail_at(2, fail_write_at=0)] if "failed" in name else []
     run = run_of(tmp_path, dataclasses.replace(BF16, max_steps=5, clip=clip), "backward")
@@ -183,12 +184,13 @@ def test_an_interrupt_within_a_guess(
     handler = optimizer.rank_state.handler
     assert not handler.in_flight or handler.step.is_complete
     actions.save(trainer, module)
-    assert optimizer.update.drained_handler().generation == 2
-    assert_holds(trainer, module, two_steps(clip))
+    num_steps = 3 if after and "committed" in name else 2
+    assert optimizer.update.drained_handler().generation == num_steps
+    assert_holds(trainer, module, straight(clip, num_steps))
     trainer.strategy.close()  # type: ignore[attr-defined]
 
 
-def test_closing_within_a_guess(two_steps: Callable[[float | None], Any], tmp_path: Path) -> None:
+def test_closing_within_a_guess(straight: Callable[..., Any], tmp_path: Path) -> None:
     """The speculative update is rolled back, and the step raises because the storage is closed."""
 
     def close(trainer: pl.Trainer, module: Any) -> None:
@@ -201,4 +203,4 @@ def test_closing_within_a_guess(two_steps: Callable[[float | None], Any], tmp_pa
         trainer.fit(module)
     for name, param in module.model.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
-            assert torch.equal(param, two_steps(None)[name].bfloat16()), name
+            assert torch.equal(param, straight()[name].bfloat16()), name

@@ -160,6 +160,16 @@ def test_every_home_of_the_state(
     assert_resumes(tmp_path / "broken", tmp_path / "straight", **settings)
 
 
+def test_killed_again_before_its_first_batch(tmp_path: Path) -> None:
+    """A resumed fit that is killed before its first batch leaves the point behind a validation that it began at."""
+    settings: dict[str, Any] = {"trainer": {"val_check_interval": 3}, "module": {"plateau": True}}
+    run(tmp_path / "straight", **settings, ends=0)
+    for resume in (False, True):
+        moment = {"kill_at": "kill at batch start", "kill_step": 6}
+        run(tmp_path / "broken", resume=resume, seed=9 if resume else 1, **moment, **settings, ends=-signal.SIGKILL)
+    assert_resumes(tmp_path / "broken", tmp_path / "straight", **settings)
+
+
 def test_several_optimizer_steps_in_a_batch(tmp_path: Path) -> None:
     """A kill before the second step goes on with the batch from its beginning; behind it, an error says what is lost.
 

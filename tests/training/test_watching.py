@@ -5,9 +5,11 @@ from __future__ import annotations
 import platform
 import signal
 import socket
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +21,18 @@ from lightning_smartinfinity.zero3.ranks import watchdog as watching
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT
+
+
+def test_a_rank_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 meets the others all the same, so none of them waits, and all train without a watch."""
+    gather = Mock(side_effect=lambda value: [value, value if isinstance(value, tuple) else ""])
+    monkeypatch.setattr(watching.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(watching.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(watching, "_gather", gather)
+    monkeypatch.setattr(watching, "_listen", Mock(side_effect=OSError("too many open files")))
+    with pytest.warns(UserWarning, match=r"rank 0 cannot listen: too many open files.* timeout=timedelta"):
+        assert watching._meet(1.0, None) is None
+    assert gather.call_count == 2
 
 
 def test_a_machine_that_does_not_come() -> None:
@@ -44,6 +58,20 @@ def test_who_does_not_know_the_token_is_sent_away() -> None:
         assert caller.recv(7) == heard
         caller.close()
     connected.close()
+
+
+def test_the_end_of_an_earlier_training_leaves_the_watch_of_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strategy that is closed late does not end the watch that another one has begun since."""
+    native, group = Mock(), Mock()
+    native.report.return_value.lost = native.report.return_value.diverged = None
+    monkeypatch.setattr(watching.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(watching.dist, "group", Mock(WORLD=group))
+    monkeypatch.setattr(watching, "_watch", watching._Watch(native, ["a", "b"], weakref.ref(group), (7.0, None)))
+    earlier, later = watching.begin_watch(7.0, None), watching.begin_watch(7.0, None)
+    watching.end_watch(earlier)
+    native.end_training.assert_not_called()
+    watching.end_watch(later)
+    native.end_training.assert_called_once()
 
 
 def test_a_checkpoint_after_sigterm(tmp_path: Path) -> None:
