@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,6 +128,26 @@ def test_threads_end_with_their_steps(tmp_path: Path, end: str) -> None:
 
 def of_staging() -> list[Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "smart-infinity-staging"]
+
+
+def test_a_wait_that_cannot_be_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the device refuses to prefer what is waited for, who waits gets the error."""
+    refused = threading.Event()
+    with running(tmp_path, SMALL_RING) as run:
+        before, plan = run.state(), run.collect(1)
+        inject(run.device.pipeline, max_delay_us=50_000, seed=1)
+        monkeypatch.setattr(run.device, "prefer", Mock(side_effect=MemoryError("no room")))
+        run.handler.begin_step(plan)
+
+        def wait() -> None:
+            with pytest.raises(StorageError):
+                run.handler.step.wait()
+            refused.set()
+
+        Thread(target=wait, daemon=True).start()
+        assert refused.wait(LIMIT)
+        run.handler.roll_back()
+        assert_equal(run.state(), before)
 
 
 def test_a_thread_whose_start_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

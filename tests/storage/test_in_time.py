@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -45,6 +50,32 @@ def answer() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
+
+
+@pytest.mark.parametrize(
+    ("ending", "function"),
+    [
+        (lambda: pytest.raises(ZeroDivisionError), Mock(side_effect=ZeroDivisionError)),
+        (interrupted, lambda: time.sleep(0.3)),
+    ],
+    ids=["an error", "an interrupt"],
+)
+def test_what_raises_keeps_nothing(
+    tmp_path: Path, ending: Callable[[], AbstractContextManager[Any]], function: Callable[[], None]
+) -> None:
+    """Objects to which callers referred are gone without the garbage collector."""
+
+    def refer() -> weakref.ref[threading.Event]:
+        held = threading.Event()
+        with ending():
+            strictly(function, doing="Asking", path=tmp_path / "file")
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert refer()() is None
+    finally:
+        gc.enable()
 
 
 def test_files_that_the_garbage_collector_closes(tmp_path: Path) -> None:
@@ -93,6 +124,17 @@ def test_what_was_given_up_before_it_began(
     assert not done
     when_returned(lambda: released.append(2), since=before)
     assert released == [1, 2]
+
+
+def test_a_thread_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that finds no memory for its first steps is given up as a call that does not return is."""
+    begin = Mock(side_effect=MemoryError)
+    monkeypatch.setattr(threading.Thread, "_bootstrap", begin)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    assert strictly(lambda: 7, doing="Asking", path=tmp_path / "a" / "file") == 7
+    monkeypatch.setattr(calls._Call, "make", begin)
+    with pytest.raises(StorageTimeoutError, match="did not return"):
+        strictly(lambda: 7, doing="Asking", path=tmp_path / "b" / "file", seconds=0.2)
 
 
 def test_an_interrupt_does_not_cut_short_what_returns(tmp_path: Path) -> None:

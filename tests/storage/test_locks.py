@@ -169,10 +169,11 @@ def test_lock_whose_file_was_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_link_in_the_place_of_a_lock(tmp_path: Path) -> None:
-    """It is not followed: what it leads to is neither made nor locked."""
+    """It is not followed, however late it comes: what it leads to is neither made nor locked."""
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="symbolic links"):
+    with mock.patch.object(os, "open", wraps=os.open) as opens, pytest.raises(OSError, match="symbolic links"):
         acquire(tmp_path / "lock", mode=0o600, in_use=lambda _: StorageLockedError("in use", "wait"))
+    opens.assert_called_once()
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -10,14 +10,25 @@ import numpy as np
 import pytest
 
 from hls.description import ERROR_BITS, INTERFACE_VERSION, KERNELS, STATUS_WORDS
-from lightning_smartinfinity.native import DType
+from lightning_smartinfinity.native import CardError, DType
 from tests.helpers.compressed import compress
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import lenient
 from tests.native.stored import Run
 from tests.xrt.card_state import CardCase, bound, card_state
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.recovery import ARRAYS, GRADIENT, NUMEL, STEP, TASKLET, fail, make_good, succeed, wait_until_returned
+from tests.xrt.recovery import (
+    ARRAYS,
+    GRADIENT,
+    NUMEL,
+    STEP,
+    TASKLET,
+    fail,
+    make_good,
+    runs_of,
+    succeed,
+    wait_until_returned,
+)
 
 pytestmark = RunIf(xrt=True)
 
@@ -113,6 +124,21 @@ def test_words_of_the_status(tmp_path: Path, emulated_cards: EmulatedCards, word
         assert re.search(told, failure.message), failure.message
 
 
+def test_stopping_with_an_abandoned_run(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Stopping does not wait for a hung run. With one run at a time no other is given up on a busy machine."""
+    case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=round(1000 * lenient()))
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
+        state.write(*ARRAYS)
+        emulated_cards.inject("hang")
+        parameter = np.zeros(NUMEL, np.float32)  # the card may write it until the end
+        state.submit(runs_of(parameter), [STEP])
+        emulated_cards.wait_for("run-hung")
+        state.pipeline.stop()
+        assert state.pipeline.busy
+        emulated_cards.release()
+        wait_until_returned(state)
+
+
 def test_another_generation(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """The trailer is checked before anything runs, as on the host."""
     with card_state(tmp_path, emulated_cards, STEP, NUMEL) as state:
@@ -155,3 +181,15 @@ def test_a_binding_that_raises(
         wait_until_returned(state)
         make_good(state, parameter)
         succeed(state)
+
+
+@pytest.mark.usefixtures("pyxrt")
+def test_arrays_in_different_banks(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel with arrays in different banks is refused, because XRT would silently copy them."""
+    binding = bound(emulated_cards)
+    monkeypatch.setattr(binding, "group", lambda kernel, argument: argument)
+    opening = card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(binding=binding))
+    with pytest.raises(CardError, match="arrays of kernel adamw_update are in different memory banks"), opening:
+        pass
