@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from lightning_smartinfinity.activations import (
     store,
     writes,
 )
+from lightning_smartinfinity.activations.cuda.copies import UnderWay
 from lightning_smartinfinity.errors import StorageError
 from tests.activations.chains import (
     BLOCK,
@@ -187,6 +190,80 @@ def interrupted_step(activations: OffloadedActivations, line: int) -> bool:
     except KeyboardInterrupt:
         return True
     return False
+
+
+def test_an_interrupt_when_an_entry_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ignores an interrupt there, and the entry is held no longer."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    with opened(tmp_path, everything(keep=100 * BLOCK)) as activations:
+        _, loss = saved(activations)
+        gone = activations._store.entry_is_gone
+
+        def interrupt(*_: object) -> None:
+            monkeypatch.setattr(activations._store, "entry_is_gone", gone)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(activations._store, "entry_is_gone", interrupt)
+        assert activations.held_bytes > 0
+        del loss
+        assert_nothing_is_left(activations)
+
+
+def test_an_interrupt_when_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor does not look changed afterwards."""
+    setter, tensor = torch._C._autograd._unsafe_set_version_counter, torch.zeros(3)
+
+    def interrupt(*arguments: Any) -> None:
+        monkeypatch.setattr(torch._C._autograd, "_unsafe_set_version_counter", setter)
+        setter(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch._C._autograd, "_unsafe_set_version_counter", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        geometry.shares_changes(tensor, tensor.view(3))
+    assert tensor._version == 0
+
+
+class Interrupted(deque[Any]):
+    """A queue behind each of whose calls an interrupt comes."""
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        raise KeyboardInterrupt
+
+    def popleft(self) -> Any:
+        super().popleft()
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_when_work_of_a_device_is_counted() -> None:
+    """The count stays that of the work under way. Otherwise nothing more would be evicted from the device."""
+    under_way = UnderWay()
+    under_way._points = Interrupted()
+    for call in (lambda: under_way.add([], BLOCK), under_way.reap, lambda: under_way.wait(0)):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert under_way.nbytes == sum(nbytes for _, nbytes in under_way._points)
+        if not under_way._points:
+            with pytest.raises(KeyboardInterrupt):
+                under_way.add([], BLOCK)
+
+
+@pytest.mark.parametrize("name", ["__enter__", "__exit__"])
+def test_an_interrupt_between_forwards(
+    activations: OffloadedActivations, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """No hook stays in effect when Ctrl-C comes as hooks are entered or left."""
+
+    def interrupt(hooks: graph.saved_tensors_hooks, *_: object) -> None:
+        if name == "__enter__":
+            torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack_hook, hooks.unpack_hook)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(graph.saved_tensors_hooks, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        saved(activations)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_closing_with_a_graph_alive(activations: OffloadedActivations) -> None:

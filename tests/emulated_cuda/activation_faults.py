@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -262,6 +263,26 @@ def test_an_interrupt_behind_the_start_of_a_copy(
         assert torch.equal(gradient(*(graph or saved(offloaded))), expected())
         graph = None
         await_that(lambda: whole(offloaded))
+
+
+def test_an_interrupt_when_the_host_waits_for_a_copy(
+    tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]
+) -> None:
+    """The memory is kept, and the next wait is for the same copy."""
+    with opened(tmp_path) as offloaded:
+        choose_first(offloaded)
+        await_that(lambda: whole(offloaded))
+        gate = driver.gate(streams[0])
+        saved(offloaded)
+        (copies,) = offloaded._store.devices._all()
+        event, memory = copies._out._kept[0]
+        point = Mock(done=event.done, synchronize=Mock(side_effect=[KeyboardInterrupt, None]))
+        copies._out._kept[0] = point, memory
+        with pytest.raises(KeyboardInterrupt):
+            offloaded.close()
+        assert copies._out._kept[0] == (point, memory)
+        driver.open(gate)
+        driver.wait(streams[0])
 
 
 def test_a_host_that_is_ahead(tmp_path: Path, driver: FakeCuda) -> None:

@@ -5,6 +5,7 @@ Hooks are left out where they make steps longer, since the device waits for the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -376,6 +377,32 @@ def test_room_for_all_forwards_before_a_backward(tmp_path: Path, monkeypatch: py
                 clock.step(found[-1][0], with_hooks=DEAR)
             assert all(has_hooks for has_hooks, _ in found)
             sum(loss for _, loss in found).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("all_but_one")
+def test_peaks_that_somebody_resets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """The most that the device has held is remembered, as loggers forget it."""
+    most = 1 << 40
+    peaks = itertools.chain([most], itertools.repeat(0))
+    room_on_the_device(monkeypatch, 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: most)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    with opened(tmp_path, AUTO) as offloaded:
+        assert all(trained(offloaded, clock, 6, with_hooks=DEAR))
+
+
+@pytest.mark.usefixtures("all_but_one")
+def test_a_forward_that_fails_is_no_step(tmp_path: Path, clock: Clock) -> None:
+    """It is not taken for a fast step without hooks."""
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("everything stays on the device")
+
+    with opened(tmp_path, AUTO) as offloaded:
+        assert not trained(offloaded, clock, 5, with_hooks=CHEAP)[-1]
+        with pytest.raises(torch.OutOfMemoryError):
+            run(offloaded, failing, tiny())
+        assert trained(offloaded, clock, 4, with_hooks=CHEAP)[-1]
 
 
 def test_a_captured_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
