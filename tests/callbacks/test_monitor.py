@@ -208,6 +208,31 @@ def test_second_fit_of_one_trainer(tmp_path: Path) -> None:
     assert second["io/projected_TB"] == pytest.approx(second["io/written_TB"])
 
 
+def test_totals_continue_after_a_resume(tmp_path: Path) -> None:
+    """The totals of a resumed job continue those of the saved job."""
+    trainer, monitor, _ = build(tmp_path)
+    trainer.fit(Line())
+    before = monitor.summary
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    trainer, monitor, seen = build(tmp_path, max_epochs=2)
+    trainer.fit(Line(), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
+    after = monitor.summary
+    assert len(seen.values) == 8
+    for name in ("io/total_shared_write_TB", "io/written_TB"):
+        assert after[name] > before[name]
+    assert after["io/written_TB"] == pytest.approx(2 * before["io/written_TB"])
+    assert after["io/projected_TB"] == pytest.approx(after["io/written_TB"])
+    assert after["io/shared_read_GB"] == pytest.approx(12_000 / 1e9)
+
+
+def test_saved_totals_stand_for_all_ranks() -> None:
+    """Before any fit the monitor saves the totals that it loaded."""
+    monitor = StorageTrafficMonitor()
+    saved = dict.fromkeys(monitor.state_dict(), 2**60)
+    monitor.load_state_dict(saved)
+    assert monitor.state_dict() == saved
+
+
 def test_run_without_an_end(tmp_path: Path) -> None:
     """A run without a limit has no projection."""
     stop = LambdaCallback(

@@ -147,6 +147,15 @@ def test_a_dtype_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "file").exists()
 
 
+def test_an_incomplete_file_is_noticed(tmp_path: Path) -> None:
+    """A file in which elements are missing is never closed as complete."""
+    file = SafetensorsFile(tmp_path / "file", {"a": TensorSpec(torch.Size([4]), torch.float32)})
+    file.write("a", 0, torch.zeros(3))
+    with pytest.raises(AssertionError, match="not all elements"):
+        file.close()
+    file.abandon()
+
+
 @pytest.mark.parametrize(
     ("call", "doing"),
     [

@@ -286,6 +286,16 @@ def test_random_states_go_on_where_they_were_saved(fabric: Fabric, tmp_path: Pat
     assert draws() == expected
 
 
+def test_random_states_of_other_processes_are_left_out() -> None:
+    """A warning says that the draws differ, and the generators stay unchanged."""
+    saved = {**RandomStates().state_dict(), "world_size": 2}
+    torch.rand(())
+    before = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="saved by 2 processes and is resumed by 1"):
+        RandomStates().load_state_dict(saved)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.seam("SmartInfinityFabricStrategy runs it in `fabric.backward`", "DeepSpeedStrategy._deepspeed_engine.")
 def test_a_second_model_evaluates_beside_the_one_that_trains(fabric: Fabric) -> None:
     """Setting up a second model changes nothing for the first, and training leaves the second unchanged."""

@@ -14,10 +14,12 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import sleep  # real time, also where look-ups are remembered
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -29,11 +31,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_smartinfinity import (
     CheckpointError,
     SmartInfinityStrategy,
+    StorageFullError,
     TransferConfig,
 )
 from lightning_smartinfinity.common.progress import showing_progress
 from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import remove_interrupted, replacing
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import find_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
@@ -50,7 +53,7 @@ NUM_MACHINES = 1 if sys.argv[3] == "one" else 2
 PER_NODE = int(os.environ["WORLD_SIZE"]) // NUM_MACHINES
 OPTIONS: dict[str, Any] = json.loads(sys.argv[4])
 NUM_SAVES: int = OPTIONS.pop("num_saves", 0)
-TRAININGS = ("saves", "universal", "missing", "shared", "local")
+TRAININGS = ("space", "saves", "universal", "missing", "shared", "local")
 RECIPE = Recipe(odd=True, frozen=True, validate=True, epoch_batches=2, max_steps=6)
 
 
@@ -69,6 +72,19 @@ def links(scratch: Path) -> Any:
     mount_own(scratch / "shared", own)
     (scratch / "local" / "scratch").symlink_to(own)
     return [save(scratch / "local" / "scratch" / "a.ckpt", str(number)) for number in range(3)]
+
+
+def space(scratch: Path) -> Any:
+    """Ask for space on a file system that both see; return the error."""
+    storage = scratch / "shared" / f"storage-{os.environ['RANK']}"
+    strategy = SmartInfinityStrategy(storage, transfer=TransferConfig(keep=False))
+    needs = sum(param.numel() for param in RECIPE.build_model().parameters()) * 12 * 2
+    free = os.statvfs
+    os.statvfs = lambda path: SimpleNamespace(f_bavail=needs, f_frsize=1) if "shared" in str(path) else free(path)
+    try:
+        quiet_trainer(scratch, strategy, num_nodes=2).fit(LitTiny(RECIPE))
+    except StorageFullError as error:
+        return str(error)
 
 
 def swaps(scratch: Path) -> Any:
@@ -96,6 +112,19 @@ def save(path: Path, content: str, *, pause: float = 0.0) -> bool:
         if staging.leads:
             (staging.folder / "latest").write_text(TAG)
     return staging.leads
+
+
+def leftovers(scratch: Path) -> Any:
+    """Look for what a killed save has left of a path; return whether a rank then sees at once what is made there."""
+    path = scratch / "shared" / "a.ckpt"
+    save(path, "0")
+    time.sleep(0.4)  # long enough to forget that there was no checkpoint, as time passes here
+    assert path.exists()
+    remove_interrupted(path, TAG)
+    if dist.get_rank() == 0:
+        (path / ".saving").mkdir()
+    dist.barrier()
+    return (path / ".saving").exists()
 
 
 def loaded(path: Path) -> str:
@@ -290,7 +319,8 @@ def main() -> None:
             mount_own(scratch / f"node-{node}", scratch / "local")
         RememberedLookups(scratch / "shared", seconds=30)
     actions: dict[str, Callable[[Path], Any]] = {
-        **{action.__name__: action for action in (places, swaps, saves, links, universal, missing, divided, load)},
+        **{action.__name__: action for action in (places, space, swaps, leftovers, saves, links, universal, missing)},
+        **{action.__name__: action for action in (divided, load)},
         **{where: functools.partial(fits, where=where) for where in ("shared", "local")},
         **{f"killed-{first}": functools.partial(killed, first=first) for first in range(2)},
     }

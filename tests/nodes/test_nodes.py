@@ -83,6 +83,17 @@ def test_who_leads(scratch: Path) -> None:
     assert not list((scratch / "shared").iterdir())
 
 
+def test_space_that_both_need(scratch: Path) -> None:
+    """What both machines need on one file system is summed, though each alone would fit; the error names both."""
+    for error in run("space", scratch, mounts=False):
+        assert "/shared/storage-0', '" in error and "/shared/storage-1' on 'node0', 'node1', where" in error
+
+
+def test_leftovers_are_looked_for_by_one_machine(scratch: Path) -> None:
+    """The other one does not remember that nothing was there: its next save to the path would wait."""
+    assert run("leftovers", scratch, mounts=False) == [True, True]
+
+
 @pytest.mark.parametrize("num_saves", long_but([8], [8, 20]))
 def test_saves_where_failed_look_ups_are_remembered(num_saves: int, scratch: Path, attack: Attack) -> None:
     """Every save is whole and replaces the one before, though the other machine remembers that nothing was there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -115,13 +115,20 @@ class Watch(pl.Callback):
 def test_model_checkpoint_saves_beside_training(save_last: Any, tmp_path: Path) -> None:
     """The best and the last checkpoint are saved in turn; one is removed only when the newer one is whole.
 
-    A link to it waits until it is whole.
+    A link to it waits until it is whole. Its settings, and with them the key of its state, may change meanwhile.
     """
     folder, turns = tmp_path / "c", Turns()
     checkpoint = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=3, save_last=save_last)
-    watch = Watch(folder)
+    watch, change = Watch(folder), Hook(4, lambda _: setattr(checkpoint, "mode", "max"))
     with turns.taken():
-        train(tmp_path, watch, turns, checkpoint, trainer={"enable_checkpointing": True, "logger": CSVLogger(tmp_path)})
+        train(
+            tmp_path,
+            watch,
+            change,
+            turns,
+            checkpoint,
+            trainer={"enable_checkpointing": True, "logger": CSVLogger(tmp_path)},
+        )
     assert {path.name for path in folder.iterdir()} == {"step=9.ckpt", "last.ckpt"}
     assert all(names for names in watch.seen[7:]), "the old checkpoint went before the new one was whole"
     assert (watch.seen[3] == set()) == (save_last is True), "training waited for the first save, or a link did not"
@@ -141,8 +148,10 @@ def test_a_name_that_is_being_saved_is_taken(tmp_path: Path) -> None:
 class LooksAtOnce(CSVLogger):
     """A logger that looks at a checkpoint as soon as it hears of it."""
 
+    found: ClassVar[list[bool]] = []
+
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        assert (Path(checkpoint_callback.best_model_path) / "checkpoint").is_dir()
+        self.found.append((Path(checkpoint_callback.best_model_path) / "checkpoint").is_dir())
 
 
 class Room(pl.Callback):
@@ -224,12 +233,15 @@ def test_whether_training_waits_for_checkpoints(
         trainer.save_checkpoint(tmp_path / "own.ckpt")
         assert (tmp_path / "own.ckpt/checkpoint").is_dir()
 
+    found: list[bool] = []
+    monkeypatch.setattr(LooksAtOnce, "found", found)
     room, watch = Room(monkeypatch, refused=refused), Watch(tmp_path / "c")
     callbacks = [room, watch, Hook(SAVE_AT, save), ModelCheckpoint(dirpath=tmp_path / "c", **EACH)]
     trainer = {"enable_checkpointing": True, "logger": logger(tmp_path / "logs") if logger else False}
     train(tmp_path, *callbacks, trainer=trainer, transfer=transfer)
     assert room.share == pytest.approx(1 if waits or refused else 1.5, rel=0.02)
     assert ("smart-infinity-save" not in watch.threads) == waits
+    assert found == [True] * 3 * (logger is LooksAtOnce)
     assert not waits or watch.seen[3] == {"step=3.ckpt"}
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"step=3.ckpt", "step=6.ckpt", "step=9.ckpt"}
     told = [warning for warning in recwarn if "Training waits for checkpoints" in str(warning.message)]

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -91,6 +92,38 @@ def test_a_copied_module_is_partitioned_and_trains_no_more(trained: LitTiny) -> 
         assert torch.equal(copied(tokens), expected)
         copied.head.weight.zero_()  # type: ignore[union-attr, operator]
         assert torch.equal(trained.model(tokens), expected)
+
+
+# Ways in which a class may be pickled: as a call of itself, or with a state that is no dict.
+STATES: dict[str, dict[str, Any]] = {
+    "rebuilt": {"__reduce__": lambda self: (type(self), (self.in_features, self.out_features))},
+    "a tuple": {
+        "__getstate__": lambda self: (self.weight, self.bias),
+        "__setstate__": lambda self, state: rebuild(self, *state),
+    },
+}
+
+
+def rebuild(module: nn.Linear, weight: nn.Parameter, bias: nn.Parameter) -> None:
+    nn.Linear.__init__(module, *reversed(weight.shape))
+    module.weight, module.bias = weight, bias
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_module_with_its_own_pickling_is_copied(kind: str, tmp_path: Path) -> None:
+    """copy.deepcopy and copy.copy do what the class says, and the module answers as before."""
+    owned = type("Owned", (nn.Linear,), STATES[kind])
+    fabric = quiet_fabric(tmp_path / "storage", precision="32-true")
+    layer: Any = owned(8, 4)
+    expected = layer.weight.detach().clone()
+    fabric.setup(layer, torch.optim.AdamW(layer.parameters()))
+    for copied in (copy.deepcopy(layer), copy.copy(layer)):
+        assert type(copied) is owned and copied.weight.shape == (4, 8)
+        assert (kind == "rebuilt") != torch.equal(copied.weight, expected)
+        assert copied(torch.ones(2, 8)).shape == (2, 4)
+    assert torch.equal(layer.weight, expected)
+    copy.deepcopy(nn.Sequential(layer))
+    fabric.strategy.close()
 
 
 @pytest.mark.seam("moves_module: nothing is gathered", "torch.nn.Module._apply calls functions from its module.")

@@ -141,7 +141,8 @@ def test_models_that_cannot_be_trained_are_refused(name: str, tmp_path: Path) ->
 
 
 def test_calls_that_would_move_or_extend_the_state_are_refused(tmp_path: Path) -> None:
-    """offload_states, reload_states and add_param_group raise, and training goes on."""
+    """offload_states, reload_states and add_param_group raise, and training goes on as without them."""
+    called: list[int] = []
 
     def call(trainer: Any, *_: Any) -> None:
         engine = trainer.strategy.model
@@ -156,8 +157,12 @@ def test_calls_that_would_move_or_extend_the_state_are_refused(tmp_path: Path) -
             with pytest.raises(UnsupportedError) as caught:
                 refused()
             assert_helpful(caught.value, name)
+        called.append(trainer.global_step)
 
-    assert fit(LitTiny(RECIPE), tmp_path, callbacks=[does(on_train_batch_end=call)]).global_step == 3
+    module, undisturbed = LitTiny(RECIPE), LitTiny(RECIPE)
+    fit(module, tmp_path, callbacks=[does(on_train_batch_end=call)])
+    fit(undisturbed, tmp_path / "undisturbed")
+    assert called == [1, 2, 3] and module.losses == undisturbed.losses
 
 
 def at(step: int, action: Callable[[Any, Any], object]) -> pl.Callback:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.long_cases import long_but
-from tests.helpers.random_fit import LitRandom, SaveAt, seed
+from tests.helpers.random_fit import LitRandom, SaveAt, StatefulLoader, seed
 from tests.helpers.trainers import quiet_trainer
 
 
@@ -101,3 +101,12 @@ def test_resume_that_cannot_be_exact_warns_once(name: str, tmp_path: Path) -> No
     assert len(messages) == 1
     assert re.search(lost, messages[0])
     assert "resume from a checkpoint of" in messages[0]
+
+
+def test_random_numbers_of_workers_within_an_epoch_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stateful loader continues, but its workers draw from new seeds. A warning says so."""
+    monkeypatch.setattr(StatefulLoader, "num_workers", 2, raising=False)
+    *_, messages = resumed_and_straight(tmp_path, "batch-1-2", {"stateful": True})
+    assert len(messages) == 1 and "workers" in messages[0]

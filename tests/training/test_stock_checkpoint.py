@@ -237,14 +237,48 @@ def test_a_stock_checkpoint_that_does_not_fit_is_refused(name: str, saved: Path,
     assert caught.value.remedy
 
 
-def test_a_stock_checkpoint_with_moments_on_nvme_is_refused(saved: Path, tmp_path: Path) -> None:
-    """Stock leaves arrays there out of the checkpoint. The error says why there is nothing to load."""
-    copy = shutil.copytree(saved / "fp32.ckpt", tmp_path / "changed.ckpt")
+def tampered(saved: Path, folder: Path, change: Any, *, kind: str = "fp32") -> Path:
+    """Copy a checkpoint and change its optimizer state."""
+    copy = shutil.copytree(saved / f"{kind}.ckpt", folder / "changed.ckpt")
     (file,) = copy.rglob("*optim_states.pt")
     content = torch.load(file, weights_only=False)
-    state = content["optimizer_state_dict"]
+    change(content["optimizer_state_dict"])
+    torch.save(content, file)
+    return copy
+
+
+def without_arrays(state: dict[str, Any]) -> None:
+    """Empty the state, as stock does with optimizer state on NVMe."""
     state["fp32_flat_groups"] = [torch.empty(0) for _ in state["fp32_flat_groups"]]
     state["optimizer_state_dict"]["state"] = {}
-    torch.save(content, file)
-    with pytest.raises(CheckpointError, match="NVMe: masters and moments are not in it"):
-        resume(tmp_path, KINDS["fp32"][0], copy)
+
+
+def without_moments(state: dict[str, Any]) -> None:
+    """Rename a moment, as if another optimizer had saved it."""
+    for values in state["optimizer_state_dict"]["state"].values():
+        values["momentum_buffer"] = values.pop("exp_avg")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(without_arrays, "NVMe: masters and moments are not in it"), (without_moments, "momentum_buffer")],
+)
+def test_a_stock_checkpoint_without_moments_is_refused(change: Any, named: str, saved: Path, tmp_path: Path) -> None:
+    """The error says why there is nothing to load."""
+    with pytest.raises(CheckpointError, match=named):
+        resume(tmp_path, KINDS["fp32"][0], tampered(saved, tmp_path, change))
+
+
+@pytest.mark.parametrize(("kind", "first"), [("fp32", 0.0), ("adagrad", 0.01)])
+def test_a_stock_checkpoint_from_before_the_first_update_is_loaded(
+    kind: str, first: float, saved: Path, tmp_path: Path
+) -> None:
+    """Masters are loaded and all other state starts anew, as in fp16 while every step is skipped."""
+    look = Look()
+    checkpoint = tampered(saved, tmp_path, lambda state: state["optimizer_state_dict"].update(state={}), kind=kind)
+    resume(tmp_path, KINDS[kind][0], checkpoint, look)
+    assert torch.equal(look.arrays[0], torch.cat(optimizer_state(checkpoint)["fp32_flat_groups"]))
+    real = torch.cat([torch.arange(p.offset, p.offset + p.real_numel) for p in look.parameters])
+    for array in look.arrays[1:]:
+        assert (array[real] == torch.tensor(first)).all()
+    assert look.steps == {0}

@@ -88,11 +88,11 @@ def load_full(out: Path) -> dict[str, Any]:
     """Load full fp32 weights on two processes, and make mistakes.
 
     Returns:
-        The file's weights, masters, parameters and moments when training starts.
+        The file's weights, masters, parameters and moments when training starts, and the steps with mistakes.
     """
     module, path = LitTiny(RECIPE), out / "full.ckpt"
     weights = {name: value * 1.2345 for name, value in module.state_dict().items()}
-    seen: dict[str, Any] = {"weights": weights, "masters": {}, "params": {}, "moments": {}}
+    seen: dict[str, Any] = {"weights": weights, "masters": {}, "params": {}, "moments": {}, "misused": []}
 
     def note(*_: Any) -> None:
         for name, param in module.named_parameters():
@@ -102,10 +102,11 @@ def load_full(out: Path) -> dict[str, Any]:
             with deepspeed.zero.GatheredParameters(param):
                 seen["params"][name] = param.detach().clone()
 
-    def misuse(*_: Any) -> None:
+    def misuse(trainer: pl.Trainer, *_: Any) -> None:
         for call, named in MISUSES:
             with pytest.raises((ConfigError, UnsupportedError), match=named):
                 call(module.model.norm.weight)
+        seen["misused"].append(trainer.global_step)
 
     callback = LambdaCallback(on_train_start=note, on_train_batch_start=misuse)
     strategy = SmartInfinityStrategy(out / "storage", load_full_weights=True)
@@ -130,6 +131,7 @@ def test_full_weights_reach_every_rank(tmp_path: Path) -> None:
             assert seen["masters"][name] is None or torch.equal(seen["masters"][name], weight), name
         assert [name for name, master in seen["masters"].items() if master is None] == ["model.positions.weight"]
         assert all(bool((value == 0).all()) for value in seen["moments"].values())
+        assert seen["misused"] == [0]
 
 
 def with_more(checkpoint: dict[str, Any]) -> None:
