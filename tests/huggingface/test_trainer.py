@@ -271,16 +271,28 @@ def test_adapters_train_with_an_empty_group_and_resume(
     assert files and max(files) < 100_000
 
 
-def test_adapters_added_to_a_model_are_saved_without_it(model_folder: Path, tmp_path: Path) -> None:
-    """The files of a model that has taken adapters itself hold the adapters."""
+def test_adapters_added_to_a_model_are_gathered_without_it(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saving a model that has taken adapters itself gathers the adapters, and the files hold them."""
     import peft
+
+    gathered: list[set[str]] = []
+    gather = SmartInfinityEngine._zero3_consolidated_16bit_state_dict
+
+    def gathering(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        found = gather(engine, *args, **kwargs)
+        gathered.append(set(found))
+        return found
 
     def with_adapters(model: Any) -> Any:
         torch.manual_seed(0)
         model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
         return model
 
+    monkeypatch.setattr(SmartInfinityEngine, "_zero3_consolidated_16bit_state_dict", gathering)
     outcome = train(model_folder, tmp_path, wrap=with_adapters, save_strategy="steps", save_steps=STEPS)
+    assert gathered and all("lora_" in name for names in gathered for name in names)
     assert outcome.weights and all("lora_" in name for name in outcome.weights)
     assert any(value.abs().sum() > 0 for name, value in outcome.weights.items() if "lora_B" in name)
 

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, StorageError, TopK
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.storage.folders import staging_folder
 from lightning_smartinfinity.zero3.checkpoints.formats import tensor_file
+from tests.fabric.worker import quiet_fabric
 from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
@@ -103,12 +106,32 @@ def fit_failing(
     return trainer, met
 
 
+def close_in_flight(root: Path) -> bool:
+    """Tell whether a step that fails on rank 1 while a Fabric loop closes leaves all parameters as before."""
+    fabric = quiet_fabric(root / "closed", devices=2, precision="32-true", options={"overlap": "forward"})
+    module = Recipe().build_model()
+    model, optimizer = fabric.setup(module, Recipe().build_optimizer(list(module.named_parameters())))
+    fabric.backward(model(Recipe().batch(0, fabric.global_rank, fabric.world_size)), model=model)
+    before = _gathered(module)
+    if fabric.global_rank == 1:
+        fail_write(optimizer.engine.optimizer)
+    optimizer.step()
+    fabric.strategy.close()
+    return all(map(torch.equal, before, _gathered(module)))
+
+
+def _gathered(module: torch.nn.Module) -> list[torch.Tensor]:
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        return [param.detach().clone() for param in module.parameters()]
+
+
 def steps(root: Path, overlap: str, *activations: str) -> dict[str, Any]:
     """Run all fits, save what the last one leaves, and return the errors that this rank met.
 
     In the first fit a write of state fails, in the second one the write of the commit record; with activations a read
     and a write of these fail in two fits before. With ``none`` an earlier fit damages its compressed gradients in
-    memory. With ``backward`` an earlier fit cannot roll back a speculative update.
+    memory. With ``backward`` an earlier fit cannot roll back a speculative update. With ``forward`` a loop in Fabric
+    follows that ends with a step in flight.
     """
     seen: dict[str, Any] = {}
     if overlap == "none":
@@ -124,6 +147,8 @@ def steps(root: Path, overlap: str, *activations: str) -> dict[str, Any]:
         handler = trainer.strategy.optimizers[0].update.drained_handler()
         seen[fail.__name__] = {"met": met, "generation": handler.generation, "steps": max(handler.steps.tolist())}
     trainer.save_checkpoint(root / "rescued.ckpt")
+    if overlap == "forward":
+        seen["close_in_flight"] = close_in_flight(root)
     return seen
 
 

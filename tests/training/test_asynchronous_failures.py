@@ -7,6 +7,7 @@ import random
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -59,6 +60,8 @@ def test_a_failure_near_the_end_is_raised_by_the_fit(tmp_path: Path, monkeypatch
 def test_a_disk_that_does_not_answer(tmp_path: Path, disk: SilentDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save is given up, the fit ends with the error of one that it waits for, and the old checkpoint is whole."""
     monkeypatch.setattr(background_saves, "io_limit", lambda _: in_time.io_limit(0.3))
+    device = Mock(wraps=background_saves.HostDevice)
+    monkeypatch.setattr(background_saves, "HostDevice", device)
     disk.works_until_it_hangs()
     path, before, turns = tmp_path / "c.ckpt", dict[str, bytes](), Turns()
 
@@ -74,8 +77,9 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, disk: SilentDisk, monkeypat
         disk.hang(os, "pwrite", when=is_of_checkpoint)
 
     with turns.taken(), pytest.raises(StorageTimeoutError, match=r"Writing '.*optim_states.pt' did not return"):
-        train(tmp_path, turns, Hook(1, save), Hook(SAVE_AT, save_again))
+        train(tmp_path, turns, Hook(1, save), Hook(SAVE_AT, save_again), transfer={"io_timeout": 77.0})
     assert disk.hung
+    assert device.call_args.kwargs["io_timeout"] == 77.0, "reads of the state have no limit"
     assert {name: content for name, content in contents(path).items() if ".saving" not in name} == before
 
 

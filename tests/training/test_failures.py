@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import platform
+import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,19 @@ def test_a_step_that_the_loop_has_counted_fails(straight: Straight, tmp_path: Pa
     assert all(torch.equal(masters[name], b.masters[name]) for name in masters)
 
 
+def test_the_memory_of_gradients_is_freed_after_a_failed_step(tmp_path: Path) -> None:
+    """It does not outlive a training with a budget whose update failed when the loop had gone on."""
+    settings: dict[str, Any] = {"transfer": {"tasklet_bytes": 64 << 10, "gradient_bytes": 48 << 10}, "max_steps": 6}
+    trainer = quiet_trainer(tmp_path, callbacks=[failing_write(2)], overlap="forward", **settings)
+    with suppress(StorageError):
+        trainer.fit(LitTiny(RECIPE))
+    found = weakref.ref(trainer.strategy.optimizers[0].rank_state.arena._memory)
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    del trainer
+    gc.collect()
+    assert found() is None
+
+
 @pytest.mark.parametrize(
     ("overlap", "activations"),
     long_but(
@@ -103,6 +119,8 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(
     assert seen[0] == seen[1]
     if overlap == "none":
         assert "The part of the gradients that was not sent cannot be kept" in seen[0]["damage_payload"]
+    if overlap == "forward":
+        assert seen[0]["close_in_flight"], "a step was rolled back on one rank and not on the other"
     if overlap == "backward":
         assert seen[0]["fail_roll_back"].startswith("StorageError: The optimizer state of this training is lost")
         assert "rank-00001" in seen[0]["fail_roll_back"]

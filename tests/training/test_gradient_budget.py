@@ -25,6 +25,7 @@ from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientW
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit, MemoryReport
 from lightning_smartinfinity.pipeline.step import Step
+from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from lightning_smartinfinity.zero3.setup import open_storage as storage
 from tests.helpers.attacks import Attack
@@ -178,7 +179,7 @@ class WithFrozen(LitTiny):
 
 
 def test_space_is_asked_for_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What needs room does before anything is written: state, gradients, parameters, activations.
+    """What needs room does before anything is written: state, gradients, parameters, activations, residuals.
 
     Frozen parameters need none for state.
     """
@@ -203,6 +204,12 @@ def test_space_is_asked_for_together(tmp_path: Path, monkeypatch: pytest.MonkeyP
         strategy.close()
     assert {"optimizer state", "gradients that are not held in memory", "activations"} == asked[0].keys()
     assert asked[0] == asked[1] and taken[0] == taken[1]
+    asked.append({})
+    strategy = SmartInfinityStrategy(tmp_path / "compressed", compression=TopK(0.1), transfer=SMALL_RING)
+    quiet_trainer(tmp_path, strategy, max_steps=1).fit(LitTiny(PLAIN))
+    assert max(asked[-1].values()) == asked[-1]["optimizer state"] > min(asked[-1].values())
+    assert asked[-1]["residuals of compressed gradients"] == residual_bytes(strategy.state_numel)
+    strategy.close()
 
 
 # ---- storage that fails
@@ -279,7 +286,7 @@ INTERRUPTED = {
     ),
 )
 def test_an_interrupt(name: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update is rolled back: parameters and masters are those of the last step and can be saved."""
+    """The update is rolled back: the last step is kept and can be saved, and what resumes has the bits of all steps."""
     run = run_of(tmp_path / "interrupted", BOUND, **BINDING)
     module, trainer, _ = prepared(run, interrupt_at(monkeypatch, INTERRUPTED[name], after=after))
     with pytest.raises((KeyboardInterrupt, SystemExit)):
@@ -290,6 +297,11 @@ def test_an_interrupt(name: str, after: bool, tmp_path: Path, monkeypatch: pytes
     two_steps = dataclasses.replace(BOUND, max_steps=2)
     assert_holds(trainer, module, result(run_of(tmp_path / "straight", two_steps, "none"))[1])
     trainer.strategy.close()  # type: ignore[attr-defined]
+    saved = str(Path(trainer.default_root_dir) / "saved.ckpt")
+    (losses, _, extra), masters = result(dataclasses.replace(run, out=str(tmp_path / "resumed"), resume=saved))
+    (expected, _, of_all), of_straight = result(run_of(tmp_path / "all", BOUND, "none"))
+    assert losses == expected[2:] and extra["steps"] == of_all["steps"]
+    assert all(torch.equal(masters[name], of_straight[name]) for name in of_straight)
 
 
 # That an error of one rank reaches all of them is in test_failures.py.

@@ -16,6 +16,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.plain import Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
+from tests.stock.systems import Hook
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fast_dev_run": {"fast_dev_run": 2},
@@ -126,22 +127,19 @@ def test_checkpoints_hold_the_states_of_the_users_loaders_alone(tmp_path: Path) 
     """Positions of plain loaders are for training records: a checkpoint has what Lightning alone would have there."""
 
     class Two(Everything):
-        saves = False
-
         def train_dataloader(self) -> Any:
             batches = list(super().train_dataloader())
             return CombinedLoader([DataLoader(batches, None), Numbered(batches, None)], "min_size")
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 1 and self.saves:
-                self.trainer.save_checkpoint(tmp_path / "middle.ckpt")
-                state = self.trainer.fit_loop.state_dict()["state_dict"]["combined_loader"]
-                assert [sorted(one)[-1] for one in state] == ["seed", "mine"]
             return super().training_step(batch[0], batch_idx)
 
-    module, resumed = Two(), Two()
-    module.saves = True
-    quiet_trainer(tmp_path, max_steps=2, accumulate_grad_batches=1).fit(module)
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            saved.extend(checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"])
+
+    saved: list[object] = []
+    save = Hook(1, lambda trainer: trainer.save_checkpoint(tmp_path / "middle.ckpt"))
+    quiet_trainer(tmp_path, max_steps=2, callbacks=[save]).fit(Two())
     with pytest.warns(UserWarning, match="Lightning replays the epoch's batches from the first"):
-        quiet_trainer(tmp_path, max_steps=3).fit(resumed, ckpt_path=tmp_path / "middle.ckpt")
-    assert Numbered.loaded == [{"mine": 1}]
+        quiet_trainer(tmp_path, max_steps=3).fit(Two(), ckpt_path=tmp_path / "middle.ckpt")
+    assert saved == Numbered.loaded == [{"mine": 1}]

@@ -69,6 +69,10 @@ class Ranks(ExitStack):
         """Return what a rank has written."""
         return (self.folder / f"output-{rank}").read_text()
 
+    def seconds_since_work(self) -> float:
+        """Return how long ago rank 1 began its fourth batch."""
+        return time.time() - (self.folder / "at-work-1").stat().st_mtime
+
 
 @pytest.fixture
 def ranks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ranks]:
@@ -104,6 +108,7 @@ def test_a_killed_rank(ranks: Ranks, attack: Attack) -> None:
         assert ranks.status(rank) == 1, ranks.said(rank)
         assert f"RankLostError: Rank 1 on {where} was killed or crashed" in ranks.said(rank)
     assert ranks.status(1) == -signal.SIGKILL
+    assert ranks.seconds_since_work() < lenient(60)
 
 
 ASKED = [(1,), pytest.param((0,), marks=LONG), pytest.param((0, 1), marks=LONG)]
@@ -162,6 +167,7 @@ def test_a_stopped_rank(ranks: Ranks, attack: Attack) -> None:
     attack("SIGSTOP to one of two machines", tries=1, outcome="the other one ends and says which one does not answer")
     assert ranks.status(0) == RANK_LOST_STATUS, ranks.said(0)
     assert f"{NAME} has not answered for {SILENCE:.0f} s" in ranks.said(0)
+    assert ranks.seconds_since_work() < lenient(60)
     ranks.send(signal.SIGCONT, 1)
     assert ranks.status(1) != 0
     assert f"{NAME} is lost" in ranks.said(1)

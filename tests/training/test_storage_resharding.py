@@ -14,7 +14,10 @@ import pytest
 
 from lightning_smartinfinity.errors import CheckpointError, StorageError, StorageFullError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.storage.jobs.trainings import trainings_in
 from lightning_smartinfinity.storage.state import space
+from lightning_smartinfinity.storage.state.parts import find_parts
+from lightning_smartinfinity.zero3.setup import rank_migration
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.training.storage_worker import CHANGE, StorageRun, end_of, fit, launch, steps_of
@@ -145,7 +148,13 @@ def refused(folder: Path, **settings: Any) -> Exception:
 
 
 def test_what_is_refused_changes_nothing(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too little space for both, another model and a part that is missing: each error says what to do."""
+    """Too little space, another model and a part that is missing or out of reach: each error says what to do."""
+    parts = find_parts([left / "storage0", left / "storage1"], ["default"])
+    (training,) = trainings_in(parts, "default")
+    seen = [part for part in parts if (part.rank, part.device) != (1, 1)]
+    with pytest.raises(StorageError, match=r"Rank 2 cannot reach '.*/storage1/default/rank-00001'") as caught:
+        rank_migration._folders_here(training, seen, rank=2)
+    assert "Resume with 2 processes, save a checkpoint, and resume from that" in caught.value.remedy
     request = space._request
 
     def nearly_full(*args: Any, **kwargs: Any) -> Any:

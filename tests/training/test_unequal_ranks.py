@@ -24,7 +24,7 @@ DIVERGED = {
     "busy": ("has waited for .* in a", r"has joined no collective for .*\(<lambda>\), after step 1"),
     "loop": (r"has joined no collective for .*\(loop\), after step 3", r"in a .*\(loop\), after step 3"),
 }
-USUAL = ("fewer batches", "forward at the end", "written on one", "busy")
+USUAL = ("fewer batches", "forward at the end", "read on one", "written on one", "busy")
 
 
 @pytest.mark.seam("cut_connections ends waits: gloo has no call", "Processes listen on ports of gloo's connections.")
