@@ -36,16 +36,22 @@ def unreached() -> int:
 '''
 TESTS = """\
 import os, subprocess, sys
-from made import bigger, unseen
+from made import bigger
 
 def test_bigger():
     assert (bigger(1, 2), bigger(2, 1), bigger(3, 3)) == (2, 0, 0)
 
 def test_unseen():
-    subprocess.run([sys.executable, "-c", "from made import unseen; unseen([])"], check=True)
+    subprocess.run([sys.executable, "-m", "pytest", "inner.py"], check=True)
 
 def test_fails():
     assert bigger(1, 2) == 1
+"""
+INNER = """\
+from made import unseen
+
+def test_inner():
+    unseen([])
 """
 
 
@@ -58,6 +64,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(tmp_path, "init", "--quiet", "tree")
     (root / "made/__init__.py").write_text(PACKAGE)
     (root / "test_made.py").write_text(TESTS)
+    (root / "inner.py").write_text(INNER)
     commit(root)
     return root
 

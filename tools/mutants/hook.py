@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import sys
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -43,7 +44,7 @@ def _note(**what: object) -> None:
 
 def reached(number: int) -> None:
     """Note that the current test reaches a mutant."""
-    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    test = _OUTER or os.environ.get("PYTEST_CURRENT_TEST", "")
     if test and _LAST.get(number) != test:
         _LAST[number] = test
         file = _OPEN(_TRACE, os.O_WRONLY | os.O_APPEND)
@@ -100,6 +101,8 @@ def _all_lines(lines: dict[str, list[tuple[int, int]]]) -> None:
 _OPEN, _WRITE, _CLOSE = os.open, os.write, os.close
 _TRACE = os.environ.get("MUTANT_TRACE", "")
 _LAST: dict[int, str] = {}
+# A test that runs pytest counts for the tests within it.
+_OUTER = os.environ.get("PYTEST_CURRENT_TEST", "") if "pytest" in sys.orig_argv else ""
 if "MUTANT_FILE" in os.environ:
     _one_mutant(*os.environ["MUTANT_FILE"].split(os.pathsep))
 if "MUTANT_LINES" in os.environ:
