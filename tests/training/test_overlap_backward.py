@@ -132,6 +132,8 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], *, af
 
     def arm(trainer: pl.Trainer, module: Any) -> None:
         if trainer.global_step == 2:
+            if name == "commit":
+                trainer.strategy.drain()  # type: ignore[attr-defined]  # the second step may be in flight
             monkeypatch.setattr(owner, name, interrupted)
 
     return does(on_train_batch_start=arm)
