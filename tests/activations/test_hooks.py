@@ -97,7 +97,7 @@ def raising(x: torch.Tensor) -> None:
     ("forward", "has_batch"), [(torch.sin, True), (many_small, False), (evaluated, True), (raising, True)]
 )
 def test_hooks_stay(tmp_path: Path, forward: Callable[[torch.Tensor], object], has_batch: bool) -> None:
-    """They stay if they take no time, if nothing tells the size, and if the forward does not say what it saves."""
+    """Hooks stay if they cost no time, or if the size of what the forward saves is unknown."""
     x = torch.randn(8, requires_grad=True)
     with opened(tmp_path) as activations:
         for _ in range(3):

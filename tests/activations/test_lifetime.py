@@ -114,7 +114,7 @@ def test_a_retained_graph_is_read_again(activations: OffloadedActivations) -> No
     ids=["held", "no longer held", "another one in its place"],
 )
 def test_what_somebody_holds(tmp_path: Path, steps: list[tuple[int, bool, int]]) -> None:
-    """What the caller keeps is written once, and left alone until the step after one in which nobody has kept it.
+    """A tensor that the caller keeps is written once, and not again until a step after it was released.
 
     What is larger is offloaded at once. Each step has a number of blocks, whether the caller keeps them, and how many
     are offloaded.
@@ -170,7 +170,7 @@ MODULES = (entries, files, forwards, geometry, graph, offloading, packing, pool,
 def test_an_interrupt_on_any_line(
     activations: OffloadedActivations, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C on any line of forward and backward leaves no hook and nothing behind, and the next step is right."""
+    """After Ctrl-C on any line of forward or backward no hook and no entry remains, and the next step is right."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # Python ignores an interrupt as an entry is deleted
     line, came = 0, True
     while came:

@@ -108,7 +108,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, IoClass]]:
 
 
 def test_what_is_written_and_read(activations: OffloadedActivations, requests: list[tuple[str, int, IoClass]]) -> None:
-    """Forward leaves the newest tensors in the pool, and backward reads once what is not there.
+    """Forward keeps the newest tensors in the pool, and backward reads each of the others once.
 
     Writes go last, and reads that backward waits for go before read-ahead, of which a second backward has none.
     """

@@ -124,7 +124,7 @@ PROGRAMS = [seed for seed in range(30) if not {"recurrent", "complex"} & dict(pr
 @pytest.mark.parametrize("seed", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:None of the inputs", "ignore:.*is not kept")
 def test_a_program_gives_the_same_bits(tmp_path: Path, seed: int) -> None:
-    """Losses, gradients, parameters and buffers of random trainings stay the same, and nothing is left behind."""
+    """Losses, gradients, parameters and buffers of random trainings stay the same, and no memory stays allocated."""
     traffic_of(program(seed), tmp_path)
 
 

@@ -43,7 +43,7 @@ class Payload:
     values: npt.NDArray[np.uint8]
 
     def tobytes(self) -> bytes:
-        """Return the payload as it lies in memory."""
+        """Return the payload's bytes in memory."""
         return b"".join(part.tobytes() for part in (self.header, self.counts, self.indices, self.values))
 
 

@@ -218,7 +218,7 @@ def same_numbers(found: Floats, expected: Floats) -> None:
 
 
 def stored_in(values: Bits, capacity: int) -> Buffer:
-    """Return memory for so many values that holds these and poison behind them."""
+    """Return memory that holds these values and is filled with poison after them."""
     memory = aligned(capacity * values.itemsize)
     memory[: values.nbytes] = values.view(np.uint8)
     return memory

@@ -276,7 +276,7 @@ def test_scripts_that_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_environment_is_as_before(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate's variables, which a training changes, and the launcher's are not left behind."""
+    """A training restores the environment variables of Accelerate and of the launcher."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)

@@ -306,6 +306,10 @@ WRITES: dict[str, Callable[[Touched], object]] = {
     "a row of the transpose": lambda m: m.net[0].weight.T[0].clamp_(-0.01, 0.01),
     "a mask": lambda m: m.net[3].weight.__setitem__(m.net[3].weight > 0.1, 0.1),
     "a slice": lambda m: m.net[0].weight.data.__setitem__(slice(2, 4), 0.1),
+    "an integer": lambda m: (  # bf16 has no 257
+        m.net[0].weight.data.__setitem__(slice(2, 4), 257),
+        m.net[0].weight.data[2:4].sub_(256.9),
+    ),
     "masked_scatter_": lambda m: m.net[3].weight.masked_scatter_(
         m.net[3].weight < -0.1, torch.full((6 * HIDDEN,), -1 / 7)
     ),

@@ -107,7 +107,7 @@ class PartitionedTensor(StandIn):
                 return _FORMS[func](args[0], *args[1:], **kwargs)
             if func in _LIKE and len(args) > 1 and isinstance(args[1], cls):
                 return args[0].to(args[1].device, _dtype_in_memory(args[1]), *args[2:], **kwargs)
-            if func is Tensor.__setitem__ and isinstance(args[2], float) and isinstance(args[0], cls):
+            if func is Tensor.__setitem__ and isinstance(args[2], int | float) and isinstance(args[0], cls):
                 # torch would give the number the dtype of the tensor, which may have 16 bit.
                 args = (*args[:2], torch.tensor(args[2], dtype=_dtype_in_memory(args[0])))
             if torch.is_grad_enabled():
