@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from lightning_smartinfinity.storage.folders.replacement import (
     put_back,
     put_in_place,
 )
-from lightning_smartinfinity.storage.folders.staging_folder import locked, remove_content
+from lightning_smartinfinity.storage.folders.staging_folder import locked, remove_content, rooms_in
 from lightning_smartinfinity.storage.io.deadlines import doing_now
 from lightning_smartinfinity.storage.io.files import bounded, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
@@ -155,9 +156,10 @@ def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
     """
     place = Path(os.path.realpath(target))
     staging = beside(place)
-    new = staging / place.name
+    room = staging / uuid.uuid4().hex
+    new = room / place.name
     with storage_errors("Writing the export", target), locked(staging, target):
-        limited("Preparing", target, _begin, staging, place)
+        limited("Preparing", target, _begin, staging, room, place)
         if not keeps_others:
             require_unused(target)
         try:
@@ -166,12 +168,14 @@ def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
             limited(doing, target, _put, new, place, target, keeps_others=keeps_others)
         finally:
             with suppress(StorageTimeoutError):
-                limited("Looking at", target, put_back, staging, place)
+                limited("Looking at", target, put_back, room, place)
 
 
-def _begin(staging: Path, place: Path) -> None:
-    put_back(staging, place)
+def _begin(staging: Path, room: Path, place: Path) -> None:
+    for earlier in (staging, *rooms_in(staging)):  # older versions had no rooms
+        put_back(earlier, place)
     remove_content(staging)
+    room.mkdir()
 
 
 def _put(new: Path, place: Path, target: Path, *, keeps_others: bool) -> None:

@@ -8,13 +8,16 @@ import errno
 import io
 import os
 import platform
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.common import machine
 from tests.helpers.runif import NO_MOUNTS
+from tests.helpers.waiting import LIMIT
 
 _NEW_MOUNTS = 0x20000
 _BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
@@ -68,6 +71,16 @@ def why_no_mounts(scratch: Path) -> str | None:
             os._exit(1)
         os._exit(0)
     return NO_MOUNTS if os.waitpid(child, 0)[1] else None
+
+
+@contextmanager
+def bindfs(folder: Path, over: Path) -> Iterator[None]:
+    """Mount a folder over another one, so that who looks there remembers for a second what was there."""
+    subprocess.run(["bindfs", str(folder), str(over)], check=True, timeout=LIMIT)
+    try:
+        yield
+    finally:
+        subprocess.run(["fusermount", "-uz", str(over)], check=True, timeout=LIMIT)
 
 
 class RememberedLookups:

@@ -6,32 +6,44 @@ the session (see ``tests/conftest.py``).
 
 from __future__ import annotations
 
+import os
+import shutil
 from importlib.util import find_spec
 
 import pytest
 
 from tests.helpers.xrt import what_is_missing
 
+NO_BINDFS = "bindfs mounts nothing here"
 NO_CUDA = "no CUDA device"
 NO_LOOP_DEVICE = "this user may not mount an image file"
 NO_MOUNTS = "this user's processes may have no mounts of their own"
 NO_NAMESPACES = "this machine cannot be two"
-ALLOWED_REASONS = (NO_CUDA, NO_LOOP_DEVICE, NO_MOUNTS, NO_NAMESPACES)
+ALLOWED_REASONS = (NO_BINDFS, NO_CUDA, NO_LOOP_DEVICE, NO_MOUNTS, NO_NAMESPACES)
 
 
 def RunIf(
-    *, cuda_devices: int = 0, package: str | None = None, torch_without_cuda: bool = False, xrt: bool = False
+    *,
+    cuda_devices: int = 0,
+    bindfs: bool = False,
+    package: str | None = None,
+    torch_without_cuda: bool = False,
+    xrt: bool = False,
 ) -> pytest.MarkDecorator:
     """Skips a test where the machine lacks what it needs.
 
     Args:
         cuda_devices: Number of CUDA devices that the test uses.
+        bindfs: Whether the test mounts folders by bindfs, which ``make test`` installs if it may.
         package: One of the development dependencies, which are all installed where ``.ci/run`` runs.
         torch_without_cuda: Whether the test needs a torch without CUDA, which the emulated device takes the place of.
         xrt: Whether the test needs emulated SmartSSDs, which work wherever ``make test`` could install XRT.
     """
     import torch
 
+    if bindfs:
+        can = shutil.which("bindfs") is not None and os.access("/dev/fuse", os.W_OK)
+        return pytest.mark.skipif(not can, reason=NO_BINDFS)
     if package is not None:
         return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
     if torch_without_cuda:

@@ -3,7 +3,8 @@
 All see ``SCRATCH/shared``, and each has a disk of its own at ``SCRATCH/local``. MACHINES are ``true``, ``one`` (all
 processes are on it) or ``made up``: each is then a process, or several, that remembers failed look-ups below the former
 and, with own mounts, sees ``SCRATCH/node-<rank>`` as the latter. OPTIONS are those of the strategy, as JSON, and
-``num_saves`` for what saves again and again. What rank r found is in ``SCRATCH/found-<r>.json``.
+``num_saves`` for what saves again and again, and ``storage`` for a storage folder below SCRATCH. What rank r found is
+in ``SCRATCH/found-<r>.json``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ NUM_MACHINES = 1 if sys.argv[3] == "one" else 2
 PER_NODE = int(os.environ["WORLD_SIZE"]) // NUM_MACHINES
 OPTIONS: dict[str, Any] = json.loads(sys.argv[4])
 NUM_SAVES: int = OPTIONS.pop("num_saves", 0)
-TRAININGS = ("space", "saves", "universal", "missing", "shared", "local")
+STORAGE: str | None = OPTIONS.pop("storage", None)
+TRAININGS = ("space", "saves", "universal", "missing", "shared", "local", "remembering")
 RECIPE = Recipe(odd=True, frozen=True, validate=True, epoch_batches=2, max_steps=6)
 
 
@@ -212,7 +214,7 @@ def weights_digest(module: torch.nn.Module) -> str:
 
 
 def _trainer(scratch: Path, **settings: Any) -> pl.Trainer:
-    storage = scratch / ("storage" if NUM_MACHINES == 1 else f"storage-{os.environ['RANK']}")
+    storage = scratch / (STORAGE or ("storage" if NUM_MACHINES == 1 else f"storage-{os.environ['RANK']}"))
     strategy = SmartInfinityStrategy(storage, transfer=TransferConfig(keep=False), **OPTIONS)
     return quiet_trainer(
         scratch,
@@ -232,6 +234,22 @@ def fits(scratch: Path, where: str) -> Any:
     fit(scratch, folder / "resumed", max_steps=4)
     resumed = fit(scratch, folder / "resumed", resume=str(folder / "resumed" / "step=4.ckpt"))
     return {"whole": whole, "resumed": resumed}
+
+
+def remembering(scratch: Path) -> Any:
+    """Train, resume, export, and save again and again to the same paths, where each machine has a mount of its own."""
+    found, folder = fits(scratch, "local"), scratch / "local"
+    module = LitTiny(RECIPE)
+    trainer = _trainer(scratch, max_steps=2)
+    trainer.fit(module)
+    for number in range(NUM_SAVES):
+        content = str(number) * (number + 1)
+        save(folder / f"{number % 2}.ckpt", content)
+        dist.barrier()
+        assert loaded(folder / f"{number % 2}.ckpt") == content
+        trainer.strategy.save_pretrained(folder / "exported")  # type: ignore[attr-defined]
+        assert (folder / "exported" / "model.safetensors").stat().st_size
+    return found
 
 
 def step_of(path: Path) -> Any:
@@ -320,7 +338,7 @@ def main() -> None:
         RememberedLookups(scratch / "shared", seconds=30)
     actions: dict[str, Callable[[Path], Any]] = {
         **{action.__name__: action for action in (places, space, swaps, leftovers, saves, links, universal, missing)},
-        **{action.__name__: action for action in (divided, load)},
+        **{action.__name__: action for action in (divided, load, remembering)},
         **{where: functools.partial(fits, where=where) for where in ("shared", "local")},
         **{f"killed-{first}": functools.partial(killed, first=first) for first in range(2)},
     }

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from lightning_smartinfinity.zero3.ranks.file_systems import _remove_old
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.nodes import why_no_mounts
+from tests.helpers.nodes import bindfs, why_no_mounts
 from tests.helpers.processes import run_module
+from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
 from tests.training.storage_worker import StorageRun, launch
 
@@ -152,6 +154,21 @@ def test_checkpoints_that_both_see(settings: str, scratch: Path) -> None:
     assert [each["whole"] for each in found] == [
         each["whole"] for each in of_one_machine(scratch, "shared", **SETTINGS[settings])
     ]
+
+
+@RunIf(bindfs=True)
+@pytest.mark.usefixtures("_own_mounts")
+def test_mounts_that_remember_what_was_there(scratch: Path, attack: Attack) -> None:
+    """State, checkpoints and exports are there at once for the other machine, whose mount has looked for a second."""
+    num_saves = 8
+    with ExitStack() as mounted:
+        for name in ("node-0", "node-1"):
+            mounted.enter_context(bindfs(scratch / "shared", scratch / name))
+        assert_resumed(run("remembering", scratch, mounts=True, num_saves=num_saves, storage="local/storage"))
+    assert sorted(path.name for path in (scratch / "shared").iterdir()) == [
+        *("0.ckpt", "1.ckpt", "exported", "resumed", "storage", "whole")
+    ]
+    attack("saves of two machines whose mounts remember what was there", tries=num_saves, outcome=WHOLE)
 
 
 @pytest.mark.usefixtures("_own_mounts")

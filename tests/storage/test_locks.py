@@ -173,7 +173,7 @@ def test_a_link_in_the_place_of_a_lock(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
     with mock.patch.object(os, "open", wraps=os.open) as opens, pytest.raises(OSError, match="symbolic links"):
         acquire(tmp_path / "lock", mode=0o600, in_use=lambda _: StorageLockedError("in use", "wait"))
-    opens.assert_called_once()
+    assert all(call.args[1] & os.O_NOFOLLOW for call in opens.mock_calls)
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "FolderLock",
     "acquire",
     "is_locked",
+    "open_or_create",
     "read_lock",
     "reading",
     "remove_unlocked",
@@ -206,7 +207,7 @@ def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError
     """
     name = path if parent is None else Path(path.name)
     while True:
-        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode, dir_fd=parent)
+        descriptor = open_or_create(name, mode=mode, parent=parent)
         try:
             if not try_lock(descriptor):
                 time.sleep(_GLANCE)  # another process may only be checking the lock
@@ -221,6 +222,21 @@ def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError
         os.close(descriptor)
 
 
+def open_or_create(name: str | Path, *, mode: int, parent: int | None = None) -> int:
+    """Open a file to read and write, or create it, and return its descriptor. No link is followed.
+
+    Raises:
+        OSError: It can be neither opened nor created; FileNotFoundError if its folder is missing.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    # With O_CREAT alone, a file system that remembers a file which another machine has removed opens what is gone.
+    with suppress(FileExistsError):
+        return os.open(name, flags | os.O_CREAT | os.O_EXCL, mode, dir_fd=parent)
+    with suppress(FileNotFoundError):
+        return os.open(name, flags, dir_fd=parent)
+    return os.open(name, flags | os.O_CREAT, mode, dir_fd=parent)  # it was removed between the two calls
+
+
 def _acquire(folder: OpenFolder, leftover: Callable[[], bool]) -> tuple[int, frozenset[str]]:
     path = folder.path / LOCK_NAME
     with storage_errors("Locking", path):
@@ -228,7 +244,6 @@ def _acquire(folder: OpenFolder, leftover: Callable[[], bool]) -> tuple[int, fro
         descriptor = acquire(path, mode=0o600, in_use=partial(_locked_error, path), parent=folder.descriptor)
         try:
             folder.status(LOCK_NAME)
-            os.fchmod(descriptor, 0o600)
             content = os.pread(descriptor, _MOST_BYTES, 0)
             try:
                 pid, notes = _parsed(path, content)
@@ -237,6 +252,7 @@ def _acquire(folder: OpenFolder, leftover: Callable[[], bool]) -> tuple[int, fro
                     raise
                 _copy_to_archive(folder, content)
                 pid, notes = None, frozenset()
+            os.fchmod(descriptor, 0o600)  # not before: the file may be another program's
             _write(descriptor, notes)
             if pid is None:
                 os.fsync(descriptor)  # else a power loss may leave zeros

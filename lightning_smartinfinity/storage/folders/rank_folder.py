@@ -23,6 +23,7 @@ from lightning_smartinfinity.storage.folders.lock import (
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, manifest_content, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE, OpenFolder, Trust
 from lightning_smartinfinity.storage.folders.replacement import flush, flush_names
+from lightning_smartinfinity.storage.io.files import unless_removed
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
 __all__ = [
@@ -49,7 +50,6 @@ OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, MANIFEST_NAME + _NEW)
 """Names of the files in a rank's folder, except its lock. Only the first folder has records."""
 
 _ARCHIVED = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ARCHIVE)}")
-_MAKE_ATTEMPTS = 16
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ class RankFolder:
         self._made_files: list[str] = []
         try:
             with storage_errors("Creating the folder" if create else "Opening the folder", path):
-                self.inside = _unless_removed(self._make) if create else open_rank_folder(path)
+                self.inside = unless_removed(self._make) if create else open_rank_folder(path)
             self._lock = FolderLock(self.inside, leftover=self._holds_leftover)
         except BaseException:
             self._remove_made_folders()
@@ -459,21 +459,13 @@ def in_job_folder(path: Path, make: Callable[[OpenFolder], T]) -> T:
             return make(folder)
 
     try:
-        result = _unless_removed(make_once)
+        result = unless_removed(make_once)
     except BaseException:
         _remove_folders_quietly(reversed(made))
         raise
     with suppress(OSError):  # it holds the state of a rank
         os.rmdir(path)
     return result
-
-
-def _unless_removed(make: Callable[[], T]) -> T:
-    # Another rank may remove the job's folder, empty for a moment, between our mkdir and our open.
-    for _ in range(_MAKE_ATTEMPTS - 1):
-        with suppress(FileNotFoundError):
-            return make()
-    return make()
 
 
 def _make_job_folder(path: Path, made: list[Path]) -> OpenFolder:
@@ -502,7 +494,15 @@ def _make_below(path: Path, parent: int, made: list[Path]) -> OpenFolder:
 
 def _open_storage(path: Path) -> int:
     """Open a storage folder, which may be a link, of any owner and unreadable: only folders below it are ours."""
-    return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if not path.is_symlink():
+            raise
+        raise StorageError(
+            f"{str(path)!r} is a symbolic link to {os.readlink(path)!r}, which does not exist.",
+            "Mount or make that folder, or name another storage folder.",
+        ) from None
 
 
 def _remove_folders_quietly(folders: Iterable[Path]) -> None:

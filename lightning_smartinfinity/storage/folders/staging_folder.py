@@ -3,6 +3,9 @@
 A staging folder holds a marker file (its mark) with the folder's own name, which is locked while the folder is used.
 The mark is made first and removed last, so, even after a kill, a folder with other content but no mark was not made by
 this package. The system releases the locks of a dead process, so the next process can remove its leftovers.
+
+Everything else is made in a folder with a random name in the staging folder, its room: some file systems cache for
+seconds that a name is there, or is not, and a process that made it anew under the same name would not see it.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
-from lightning_smartinfinity.storage.folders.lock import acquire, remove_unlocked, try_lock
+from lightning_smartinfinity.storage.folders.lock import acquire, open_or_create, remove_unlocked, try_lock
 from lightning_smartinfinity.storage.folders.replacement import flush
 from lightning_smartinfinity.storage.io.deadlines import doing_now, when_returned
-from lightning_smartinfinity.storage.io.files import bounded, limited
+from lightning_smartinfinity.storage.io.files import bounded, limited, unless_removed
 
-__all__ = ["StagingLock", "is_in_use", "locked", "mark_of", "remove_content", "remove_leftover"]
+__all__ = ["StagingLock", "is_in_use", "locked", "mark_of", "remove_content", "remove_leftover", "rooms_in"]
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP})  # what some network file systems answer
 
@@ -106,6 +109,14 @@ def mark_of(staging: Path) -> Path:
     return staging / staging.name  # no target has this name
 
 
+def rooms_in(staging: Path) -> list[Path]:
+    """Return the rooms in a staging folder, newest first: one, unless a killed process's could not be removed."""
+    with suppress(OSError), os.scandir(staging) as entries:
+        rooms = [(entry.stat().st_mtime, entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return [Path(path) for _, path in sorted(rooms, reverse=True)]
+    return []
+
+
 def remove_content(staging: Path) -> None:
     """Remove everything in a staging folder except its mark, as far as possible.
 
@@ -134,18 +145,19 @@ def _remove_tree(root: Path) -> None:
 
 @bounded("Locking", undo=os.close)
 def _acquire(staging: Path, target: str | Path) -> int:
-    while True:
-        _require_own(staging)
-        staging.mkdir(parents=True, exist_ok=True)
-        # The former owner may remove the folder after our mkdir.
-        with suppress(FileNotFoundError):
-            descriptor = _acquire_mark(mark_of(staging), target)
-            try:
-                flush(staging)  # else a power loss may leave files that are flushed below it, and no mark
-            except BaseException:
-                os.close(descriptor)
-                raise
-            return descriptor
+    return unless_removed(partial(_acquire_once, staging, target))
+
+
+def _acquire_once(staging: Path, target: str | Path) -> int:
+    _require_own(staging)
+    staging.mkdir(parents=True, exist_ok=True)
+    descriptor = _acquire_mark(mark_of(staging), target)  # the former owner may have removed the folder meanwhile
+    try:
+        flush(staging)  # else a power loss may leave files that are flushed below it, and no mark
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _acquire_mark(mark: Path, target: str | Path) -> int:
@@ -154,7 +166,7 @@ def _acquire_mark(mark: Path, target: str | Path) -> int:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        return open_or_create(mark, mode=0o666)
 
 
 def _locked_error(target: str | Path) -> StorageLockedError:

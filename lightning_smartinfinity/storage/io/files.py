@@ -13,7 +13,19 @@ from typing import Any, ParamSpec, TypeVar, cast
 from lightning_smartinfinity import native
 from lightning_smartinfinity.storage.io.deadlines import in_time, when_returned
 
-__all__ = ["LimitedCalls", "OpenFile", "bounded", "limited", "listed", "resolved", "transfer_all", "write_all"]
+__all__ = [
+    "LimitedCalls",
+    "OpenFile",
+    "bounded",
+    "limited",
+    "listed",
+    "resolved",
+    "transfer_all",
+    "unless_removed",
+    "write_all",
+]
+
+_REMEMBERED, _GLANCE = 30.0, 0.05  # seconds; sshfs caches for 20, FUSE and SMB for 1
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +60,25 @@ def resolved(path: str | Path) -> Path:
 def listed(folder: Path, pattern: str = "*") -> list[Path]:
     """Return a folder's entries that match a pattern, sorted; none if the folder does not exist."""
     return sorted(folder.glob(pattern))
+
+
+def unless_removed(make: Callable[[], T]) -> T:
+    """Call a function, and call it again while a file or folder that it has found or made is gone.
+
+    Another process may just have removed it. Some file systems cache for seconds that it is still there, if another
+    machine has removed it: then looking for it, or making it where it may exist, succeeds, and opening it fails.
+
+    Raises:
+        FileNotFoundError: It is still gone after a time that is longer than such caches remember.
+    """
+    give_up = time.monotonic() + _REMEMBERED
+    while True:
+        try:
+            return make()
+        except FileNotFoundError:
+            if time.monotonic() >= give_up:
+                raise
+        time.sleep(_GLANCE)
 
 
 def transfer_all(transfer: Callable[[memoryview, int], int], content: memoryview, offset: int = 0) -> int:

@@ -80,8 +80,8 @@ class _Spot(NamedTuple):
 def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_device: bool = False) -> list[Place]:
     """Return the places of folders, which need not exist yet. Collective.
 
-    Two folders are in one place if one rank sees, under the path of the other rank's folder, a file that the other has
-    written there. Nothing is written if all ranks see the same folder.
+    Two folders are in one place if one rank sees, in its own folder or under the path of the other rank's folder, a file
+    that the other has written there. Nothing is written if all ranks see the same folder.
 
     Args:
         folders: This rank's folders. Other ranks may pass different folders, and another number of them.
@@ -215,7 +215,8 @@ def _pairs(
                 device = _device_of_file(path)
                 for other in own:
                     spot = firsts[other][1]
-                    if spot.device == device and (by_device or _is_on_the_way(spot.folder, path.parent)):
+                    there = spot.device == device and (by_device or _is_on_the_way(spot.folder, path.parent))
+                    if there or (other != number and _device_of_file(spot.folder / path.name) is not None):
                         seen.append((number, other))
         return list(chain.from_iterable(gather(seen, group))), set(everywhere)
 

@@ -35,7 +35,6 @@ from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import Parts
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import (
     complete,
     has_leftovers,
-    new_in,
     parts_at,
     prepare,
     put_common_in_place,
@@ -82,7 +81,7 @@ def replacing(path: str | Path, tag: str, *, closing_group: ProcessGroup | None 
     """
     if Path(tag).name != tag or tag in ("", ".."):
         raise CheckpointError(f"The tag {shown(tag)} is not the name of a folder.", "Pass a tag without slashes.")
-    save_id = gather(uuid.uuid4().hex, None)[0]  # also names a file whose absence no machine has cached
+    save_id = gather(uuid.uuid4().hex, None)[0]  # also names the room in the staging folder
     with ExitStack() as leading:
         led = _lead(path, tag, leading, errors=writing)
         new = _made_for_all(path, tag, led, save_id)
@@ -232,7 +231,7 @@ def _made_for_all(path: str | Path, tag: str, led: _Led, save_id: str) -> Path:
                 "Save to a path that is the same on all machines which mount the file system, or let it remember for "
                 "less than a minute what was not there (acdirmax of NFS).",
             )
-    return new_in(seen.parent)
+    return seen
 
 
 @contextmanager

@@ -6,7 +6,6 @@ for other ranks.
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from contextlib import suppress
@@ -23,7 +22,13 @@ from lightning_smartinfinity.storage.folders.replacement import (
     put_back,
     put_in_place,
 )
-from lightning_smartinfinity.storage.folders.staging_folder import is_in_use, mark_of, remove_content, remove_leftover
+from lightning_smartinfinity.storage.folders.staging_folder import (
+    is_in_use,
+    mark_of,
+    remove_content,
+    remove_leftover,
+    rooms_in,
+)
 from lightning_smartinfinity.storage.io.files import bounded, resolved
 from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import SAVE_ID_NAME, PartsHere, id_of, time_of
 
@@ -33,7 +38,6 @@ __all__ = [
     "OF_DEEPSPEED",
     "complete",
     "has_leftovers",
-    "new_in",
     "parts_at",
     "prepare",
     "put_common_in_place",
@@ -49,15 +53,10 @@ FILES_BESIDE = (LATEST, "zero_to_fp32.py", "zero_to_torch.py")
 """Names of DeepSpeed's files next to the subfolder. Every save replaces them."""
 
 _STAGING = ".saving"
-_NEW = "new"
+_OLD_ROOM = "new"  # name of the room in older versions
 _GLANCE, _MOST_GLANCES = 0.05, 200  # ten seconds, for two system calls
 OF_DEEPSPEED = ("*mp_rank_[0-9]*_states.pt",)
 """Name patterns of DeepSpeed's files in the subfolder."""
-
-
-def new_in(staging: Path) -> Path:
-    """Return the folder that becomes the save, inside the staging folder."""
-    return staging / _NEW
 
 
 @bounded("Looking at")
@@ -106,8 +105,8 @@ def staging_for(target: Path, tag: str) -> Path:
 
 def _mark_leftover(staging: Path) -> None:
     """Mark a staging folder left by two processes of older versions, if it has files of checkpoints only."""
-    if not staging.is_symlink() and staging.is_dir() and os.listdir(staging) == [_NEW]:
-        entries = [staging / _NEW, *(staging / _NEW).rglob("*")]
+    if not staging.is_symlink() and staging.is_dir() and os.listdir(staging) == [_OLD_ROOM]:
+        entries = [staging / _OLD_ROOM, *(staging / _OLD_ROOM).rglob("*")]
         if not any(entry.is_symlink() or not (entry.is_dir() or _is_of_a_save(entry.name)) for entry in entries):
             mark_of(staging).touch()
 
@@ -119,49 +118,53 @@ def _is_of_a_save(name: str) -> bool:
 def parts_at(staging: Path, target: Path, tag: str) -> PartsHere:
     """Return which saves have a part at the path and in staging, after undoing a swap interrupted between renames."""
     _put_back(target, tag)
-    old, new = target / tag, staging / _NEW / tag
+    old, new = target / tag, _part_in(staging, tag)
     return PartsHere(id_of(old), id_of(new), time_of(new) > time_of(old))
+
+
+def _part_in(staging: Path, tag: str) -> Path:
+    """Return the newest part of a save in a staging folder, which need not exist."""
+    return max((room / tag for room in rooms_in(staging)), key=time_of, default=staging / _OLD_ROOM / tag)
 
 
 def put_common_in_place(common: str | None, staging: Path, target: Path, tag: str) -> None:
     """Put the part of the save that all machines must use in place, if there is one and another is in place."""
     if common is not None and id_of(target / tag) != common:
+        part = _part_in(staging, tag)
         if staging.parent == target:
-            put_in_place(staging / _NEW / tag, target / tag)
+            put_in_place(part, target / tag)
             flush(target)
             flush_names(target / tag)
         else:
-            _put_first_in_place(staging, target)
+            _put_first_in_place(part.parent, target)
     if staging.parent == target:
         remove_leftover(beside(target))  # staging folder of the first save
 
 
 def prepare(staging: Path, target: Path, tag: str, *, save_id: str, common: str | None) -> None:
-    """Reset the staging folder and write the marker file that every rank checks."""
+    """Reset the staging folder and make the room, which every rank looks for."""
     if staging.parent == target:
         put_common_in_place(common, staging, target, tag)
     remove_content(staging)
-    (staging / _NEW).mkdir()
-    (staging / save_id).touch()
+    (staging / save_id).mkdir()
 
 
 def complete(staging: Path, target: Path, tag: str, save_id: str) -> None:
     """Write the id into the new save, and link other files of the old save into it."""
-    new, old = staging / _NEW / tag, target / tag
+    new, old = staging / save_id / tag, target / tag
     (new / SAVE_ID_NAME).write_text(save_id)
     if staging.parent == target and old.exists():
         link_others(old, new, replaced=OF_DEEPSPEED)
 
 
 def _put_back(target: Path, tag: str) -> None:
-    put_back(target / _STAGING / _NEW, target / tag)
+    for room in rooms_in(target / _STAGING):
+        put_back(room, target / tag)
 
 
 def put_save_in_place(staging: Path, target: Path, tag: str, save_id: str) -> None:
     """Swap the new save with the old one; the old one is then in the staging folder."""
-    new = staging / _NEW
-    if not (staging / save_id).exists():
-        raise FileNotFoundError(errno.ENOENT, "another process has removed the written files", str(staging))
+    new = staging / save_id
     if staging.parent == target:
         beside_tag = [entry.name for entry in new.iterdir() if entry.name != tag]
         try:
@@ -175,9 +178,9 @@ def put_save_in_place(staging: Path, target: Path, tag: str, save_id: str) -> No
             os.replace(new / name, target / name)
         flush_names(target / tag)
     else:
-        _put_first_in_place(staging, target)
+        _put_first_in_place(new, target)
 
 
-def _put_first_in_place(staging: Path, target: Path) -> None:
-    os.rename(staging / _NEW, target)
+def _put_first_in_place(room: Path, target: Path) -> None:
+    os.rename(room, target)
     flush_names(target)

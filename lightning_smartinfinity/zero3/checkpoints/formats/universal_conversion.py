@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -117,7 +118,7 @@ def _staged_folder(into: str | Path) -> Iterator[Path]:
     with writing(into):
         target = resolved(into)
         staging = beside(target)
-        new = staging / "new"
+        new = staging / uuid.uuid4().hex
         with locked(staging, into):
             limited("Preparing", target, _prepare, staging, new, target)
             yield new
