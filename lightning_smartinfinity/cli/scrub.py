@@ -17,6 +17,7 @@ from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.storage.jobs.jobs import Job
+    from lightning_smartinfinity.storage.records.training_record import TrainingRecord
     from lightning_smartinfinity.storage.state.scrub import ScrubbedRank
 
 __all__ = ["Found", "DESCRIPTION", "add_options", "run", "scrub_jobs"]
@@ -152,9 +153,15 @@ def _scrubbed(jobs: Sequence[Job], show: Show) -> Iterator[ScrubbedRank]:
         if known & {(name, rank), (name, UNKNOWN_RANK)}:
             continue
         try:
-            yield scrub_rank(folders, rank=rank, show=show)
+            yield scrub_rank(folders, rank=rank, show=show, check=_check_record)
         except StorageError as error:  # in use, or owned by another user
             yield ScrubbedRank(folders=tuple(folders), unknown=(str(error),))
+
+
+def _check_record(record: TrainingRecord) -> None:
+    from lightning_smartinfinity.resume.record_content import read_content  # imports torch, which is slow
+
+    read_content(record)
 
 
 def _scrub_checkpoint(path: Path, weights_only: bool, show: Show, say: Callable[[str], None]) -> Found:

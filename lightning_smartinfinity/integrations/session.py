@@ -307,6 +307,7 @@ class TrainingSession(ABC):
             feed_back_threads=feed_back_threads(settings.transfer.compute_threads, self._local_world_size),
             resumes=self._fit_record is not None and self._fit_record.resumes,
             records=self._fit_record is not None and self._fit_record.automatic,
+            check_record=bool if self._fit_record is None else self._fit_record.check,
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
         warn_of_no_gain(

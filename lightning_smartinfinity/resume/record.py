@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
-from lightning_smartinfinity.resume.typed_json import UnwritableError, decode, encode
+from lightning_smartinfinity.errors import ConfigError, StorageError
+from lightning_smartinfinity.resume.record_content import content_of, read_content
+from lightning_smartinfinity.resume.typed_json import UnwritableError
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings.strategy import StrategySettings
 from lightning_smartinfinity.zero3.untyped import ClientState
@@ -24,7 +25,6 @@ STORAGE = "storage"
 
 _log = logging.getLogger(__name__)
 
-_ENGINE, _LOOP = "engine", "loop"
 _INSTEAD = "Save checkpoints to resume from, or pass TransferConfig(keep=False) to write no training records."
 
 
@@ -65,7 +65,7 @@ class RecordWriter:
             self._turn_off(optimizer.outside_writes.unrecorded)
             return
         try:
-            content = encode({_ENGINE: {**describe_engine(self._engine), "frozen": self._frozen}, _LOOP: loop})
+            content = content_of({**describe_engine(self._engine), "frozen": self._frozen}, loop)
         except UnwritableError as error:
             self._turn_off(
                 f"the training's state{error.where} is a {error.type_name}, which a training record cannot hold"
@@ -91,9 +91,9 @@ class RecordWriter:
         record = rank_state.handler.training if self._is_on else None
         if record is None or not record.has_steps or rank_state.keeping.failed:
             return
-        saved: Any = decode(record.content)
+        of_engine, loop = read_content(record)
         try:
-            rank_state.handler.rewrite_record(encode({**saved, _LOOP: change(saved[_LOOP])}))
+            rank_state.handler.rewrite_record(content_of(of_engine, change(loop)))
         except StorageError as error:
             rank_state.keeping.failed = True
             self._warn(f"a training record could not be written. {error}")
@@ -143,9 +143,12 @@ class FitRecord:
         automatic: Whether records are written without a call by the user.
 
     Attributes:
+        loop_keys: Keys that the loop's part of a record needs.
         automatic: As passed.
         resumes: Whether the training that is being set up resumes from the state that an interrupted one has left.
     """
+
+    loop_keys: frozenset[str] = frozenset()
 
     def __init__(self, *, how_to_resume: str, gap: str, automatic: bool) -> None:
         self._how_to_resume, self._gap = how_to_resume, gap
@@ -216,6 +219,14 @@ class FitRecord:
             job,
         )
 
+    def check(self, record: TrainingRecord) -> None:
+        """Check that :meth:`restore` can read a record, before anything on storage moves.
+
+        Raises:
+            StorageCorruptError: It cannot.
+        """
+        read_content(record, loop_keys=self.loop_keys)
+
     def restore(self, engine: SmartInfinityEngine) -> ClientState:
         """Continue an engine with the training record that its storage was opened at; return the loop's part.
 
@@ -244,14 +255,6 @@ def _restore(engine: SmartInfinityEngine, *, frozen: int) -> ClientState:
 
     record = engine.optimizer.rank_state.handler.training
     assert record is not None
-    try:
-        saved: Any = decode(record.content)
-        of_engine, loop = saved[_ENGINE], saved[_LOOP]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageCorruptError(
-            f"The training record of step {record.step} is not what this package writes: {error}.",
-            "Resume from a checkpoint.",
-        ) from error
+    of_engine, loop = read_content(record)
     restore_engine(engine, of_engine, frozen=frozen)
-    kept: ClientState = loop
-    return kept
+    return loop

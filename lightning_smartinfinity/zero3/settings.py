@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from lightning_smartinfinity.settings.strategy import StrategySettings
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.devices.smartssd import CardSetup
+    from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 
 __all__ = ["OffloadSettings", "ParameterSettings"]
 
@@ -31,6 +33,10 @@ class OffloadSettings(StrategySettings):
         gradient_budget: Bytes of gradients to hold in memory, the rest being on storage; None: all are in memory.
         resumes: Whether the training resumes from the state that an interrupted training left on storage.
         records: Whether training records are written automatically.
+        own_hyperparameters: Whether a resumed training has the hyperparameters that the script gives its optimizer,
+            not those that were saved.
+        check_record: Called with each training record to resume from, before anything moves; raises
+            StorageCorruptError if the training cannot read it.
     """
 
     storage: tuple[Path, ...] = field()  # without the base's default
@@ -41,6 +47,8 @@ class OffloadSettings(StrategySettings):
     gradient_budget: int | None = None
     resumes: bool = False
     records: bool = False
+    own_hyperparameters: bool = False
+    check_record: Callable[[TrainingRecord], object] = bool
 
     def transferred_gradient_bytes(self, numel: int) -> int:
         """Return the largest size of a gradient of ``numel`` elements in its transfer to the update, in bytes."""

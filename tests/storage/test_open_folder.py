@@ -93,7 +93,7 @@ def test_folders_and_files(tmp_path: Path, mask: int) -> None:
             assert manifest["layout"].pop("numel") == store.extents.numel
             assert [parameter["name"] for parameter in manifest["parameters"]] == ["p0", "p1"]
             told = {"device": device, "folders": list(map(str, folders)), "groups": [{"lr": 0.1}]}
-            assert manifest == manifest | told | {"version": 4, "state_format": "fp32", "durability": "power"}
+            assert manifest == manifest | told | {"version": 5, "state_format": "fp32", "durability": "power"}
     assert tree(tmp_path) == {"a", "link", "b", "b/deep"} and mode(tmp_path / "a") == 0o777
 
 
@@ -235,8 +235,8 @@ def without_checksum(values: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "encoded", "said"),
     [
-        ({"version": 5}, manifest_with, "written by a newer version"),
-        ({"version": 5}, without_checksum, "written by a newer version"),
+        ({"version": 6}, manifest_with, "written by a newer version"),
+        ({"version": 6}, without_checksum, "written by a newer version"),
         ({"state_format": "int4"}, manifest_with, "in the format 'int4'"),
     ],
 )

@@ -24,7 +24,10 @@ from lightning_smartinfinity.storage import find_resumable, recover_store
 from lightning_smartinfinity.storage.folders.manifest import read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.io.files import OpenFile, write_all
-from lightning_smartinfinity.storage.records import training_record
+from lightning_smartinfinity.storage.jobs.jobs import find_job, remove_job
+from lightning_smartinfinity.storage.records import record_writes
+from lightning_smartinfinity.storage.records.sealed import crc32c
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.storage.spread import Placement
 from lightning_smartinfinity.storage.state.commit_record import (
     CommitRecord,
@@ -34,8 +37,11 @@ from lightning_smartinfinity.storage.state.commit_record import (
     record_bytes,
     write_record,
 )
+from lightning_smartinfinity.storage.state.parts import find_parts
 from lightning_smartinfinity.storage.state.recovery import records_of
 from lightning_smartinfinity.storage.state.scrub import scrub_rank
+from tests.helpers import power_loss
+from tests.helpers.damage import flip_bit_behind
 from tests.storage.makers import commit_generation, create, left, manifest_with, recovered, write_generation
 
 
@@ -101,7 +107,11 @@ def layout(**changes: Any) -> Change:
     ("change", "kind", "message"),
     [
         (values(version=2), StorageCorruptError, "format version 2"),
-        (values(version=5), StorageError, "written by a newer version of this package, in format version 5"),
+        (
+            values(version=6, package="9.9.9"),
+            StorageError,
+            "by a newer version of lightning-smartinfinity, 9.9.9, in format version 6.",
+        ),
         (values(state_format=[]), StorageError, "in the format []"),
         (values(rank=1), StorageCorruptError, "belongs to another store"),
         *(
@@ -257,7 +267,7 @@ def test_a_training_record_that_fails_has_a_number(tmp_path: Path, monkeypatch: 
         commit_generation(store, generation)
         with monkeypatch.context() as patch, suppress(StorageFullError):
             if generation in (1, 2):
-                patch.setattr(training_record, "_write", fails)
+                patch.setattr(record_writes, "write_training_record", fails)
             store.record_training(generation=generation, step=generation, content=b"", has_steps=True)
     store.close(remove=False)
     _, records = find_resumable([tmp_path], job="default", rank=0)
@@ -273,11 +283,63 @@ def damage(file: Path) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """Return why a training cannot be resumed."""
+    """Return why a training cannot be resumed. A scrub reports it if it is damage."""
     with pytest.raises(StorageError) as caught:
         find_resumable([folder], job="default", rank=0)
     assert "Begin anew, without resuming from storage (leave ckpt_path out)" in caught.value.remedy
+    damaged = scrub_rank([folder / "default" / "rank-00000"], rank=0, show=hidden).damaged
+    assert damaged == ((str(caught.value),) if isinstance(caught.value, StorageCorruptError) else ())
     return caught.value.problem
+
+
+def test_a_damaged_training_record_of_two(tmp_path: Path) -> None:
+    """A training resumes from the other one, with a warning; a scrub names both."""
+    damaged = recorded(tmp_path, num_records=4) / "training-0.bin"
+    damage(damaged)
+    with pytest.warns(UserWarning, match=r"training-0.bin' is damaged, or a kill .* goes on from step 2\."):
+        assert [record.step for record in find_resumable([tmp_path], job="default", rank=0)[1]] == [2]
+    (sentence,) = scrub_rank([damaged.parent], rank=0, show=hidden).unknown
+    assert str(damaged) in sentence and "step 2" in sentence
+
+
+def test_training_records_whose_content_is_not_ours(tmp_path: Path) -> None:
+    """A scrub and a resume check the content of each record that a training may resume from."""
+    folder = recorded(tmp_path, num_records=2)
+
+    def refuse(record: TrainingRecord) -> None:
+        assert record.content == b"what a loop needs"
+        raise StorageCorruptError(f"Step {record.step} cannot be read.", "Resume from a checkpoint.")
+
+    damaged = scrub_rank([folder], rank=0, show=hidden, check=refuse).damaged
+    assert [("training-0.bin" in one, "training-1.bin" in one) for one in damaged] == [(True, False), (False, True)]
+    with pytest.raises(StorageCorruptError, match=r"Step 1 cannot be read\."):
+        find_resumable([tmp_path], job="default", rank=0, check=refuse)
+
+
+def test_training_records_of_a_newer_version(tmp_path: Path) -> None:
+    """They are refused in words and no damage: nothing moves, and a listing and a scrub name the version that reads."""
+    folder = recorded(tmp_path, num_records=2)
+    for file in folder.glob("training-*.bin"):
+        newer = (
+            file.read_bytes()[:8] + (99).to_bytes(4, "little") + b"9.9.9".ljust(32, b"\0") + file.read_bytes()[44:-4]
+        )
+        file.write_bytes(newer + crc32c(newer).to_bytes(4, "little"))
+    before, said = power_loss.content(tmp_path), re.escape("lightning-smartinfinity, 9.9.9, in format version 99.")
+    for look in (
+        lambda: find_resumable([tmp_path], job="default", rank=0),
+        lambda: find_parts([tmp_path], ["default"]),
+    ):
+        with pytest.raises(StorageError, match=said) as caught:
+            look()
+        assert "Use version 9.9.9" in caught.value.remedy and "--remove default" in caught.value.remedy
+    job = find_job(tmp_path, "default")
+    assert job is not None and job.resumable_step is None and re.search(said, job.problems[0])
+    assert re.search(said, scrub_rank([folder], rank=0, show=hidden).unknown[0])
+    assert power_loss.content(tmp_path) == before
+    flip_bit_behind(b"LSITRN01", folder / "training-1.bin")
+    with pytest.raises(StorageError, match=said):
+        find_resumable([tmp_path], job="default", rank=0)
+    assert remove_job(job, kept=False) == [] and not folder.exists()
 
 
 def test_training_records_of_no_use(tmp_path: Path) -> None:

@@ -25,9 +25,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
 from lightning_smartinfinity.errors import StorageFullError
+from lightning_smartinfinity.pipeline.layout import partition_layout
 from lightning_smartinfinity.storage import StateStore
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
-from lightning_smartinfinity.storage.records.training_record import TrainingRecord, TrainingRecords
+from lightning_smartinfinity.storage.records.record_writes import TrainingRecords
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
 from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.setup import open_storage as storage
@@ -65,6 +68,7 @@ class StorageRun:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)  # settings of ModelCheckpoints
     fails: list[int] = field(default_factory=list)  # on which rank, and behind which steps: see fail_to_record
     save_every: int = 0  # steps between checkpoints, which are saved beside the training
+    granule: int = 0  # elements that the size of tasklets is rounded to; 0: as this version does
     spread_every: int = 0  # steps between moves of all but one tasklet from folder to folder
     trainer: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -348,6 +352,8 @@ def main(path: str) -> None:
     if run.kill_at.removeprefix("kill at ") in CALLS:
         kill_at_call(run)
     fail_to_record(run)
+    if run.granule:
+        partition_layout._LEAST_GRADIENT_BYTES = BLOCK_BYTES // run.granule
     if run.kill_at == "kill at copy":
         kill_in_copy(run)
     if run.kill_at == "kill at link":

@@ -23,6 +23,8 @@ from tests.helpers.trainers import quiet_trainer
 from tests.stock.systems import Hook
 from tests.training.storage_worker import StorageRun, end_of, fit, launch, steps_of
 
+WIDE = {"module": {"width": 128}}  # several tasklets
+
 
 def run_of(folder: Path, **settings: Any) -> StorageRun:
     settings["transfer"] = {"keep": "on-failure", **settings.get("transfer", {})}
@@ -74,7 +76,8 @@ def assert_resumes(folder: Path, straight: Path, **settings: Any) -> None:
             marks=pytest.mark.long,
         ),
         pytest.param("interrupt at batch start", 7, {"transfer": {"durability": "power"}}, marks=pytest.mark.long),
-        ("term at batch end", 3, {"trainer": {"accumulate_grad_batches": 2}}),
+        # Its tasklets are smaller than those that the resuming fit would cut, as those of an earlier version.
+        ("term at batch end", 3, {"trainer": {"accumulate_grad_batches": 2}, **WIDE, "granule": 1024}),
         ("interrupt at backward", 4, {"devices": 2, "options": {"overlap": "none", "activations": EVERYTHING}}),
         pytest.param(
             "kill at batch start", 5, {"devices": 2, "options": {"overlap": "forward"}}, marks=pytest.mark.long
@@ -95,7 +98,7 @@ def test_every_interruption(
     told = output.count("run it again with trainer.fit(..., ckpt_path='storage')")
     # A rank that misses the other one tells it, too, unless it is stopped before.
     assert told == (0 if killed else 1) or (last and told < 2)
-    assert_resumes(tmp_path / "broken", whole, **settings)
+    assert_resumes(tmp_path / "broken", whole, **{**settings, "granule": 0})
     assert not (tmp_path / "broken" / "storage0").exists() or not list((tmp_path / "broken" / "storage0").iterdir())
 
 
@@ -119,7 +122,6 @@ def test_an_error_after_the_fit(when: str, straight: Path, tmp_path: Path) -> No
         assert_resumes(tmp_path / "broken", straight)
 
 
-WIDE = {"module": {"width": 128}}  # several tasklets
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 COMPRESSION = {"compression": {"ratio": 0.1}}
 WHERE: dict[str, dict[str, Any]] = {
@@ -227,15 +229,19 @@ def test_a_part_that_cannot_be_moved(tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused_and_loses_nothing(tmp_path: Path) -> None:
-    """A store of another model is refused, and can still be resumed. One value that is not trained makes another."""
+    """A store of another model is refused, and can still be resumed. One value that is not trained makes another.
+
+    So is one whose tasklets have another size by the settings.
+    """
     settings: dict[str, Any] = {"module": {"last": 1.0}, "epochs": 1}
     run(tmp_path, kill_at="kill at batch end", kill_step=3, **settings, ends=-signal.SIGKILL)
-    for other, told in (
-        ({"turned": True}, "its model was"),
-        ({"last": 2.0}, "The parameters that are not trained have other values"),
+    for other, transfer, told in (
+        ({"turned": True}, {}, "its model was"),
+        ({"last": 2.0}, {}, "The parameters that are not trained have other values"),
+        ({}, {"tasklet_bytes": 128 * 1024}, r"its layout of state \(tasklet_numel\) was .* settings as they were"),
     ):
         with pytest.raises(CheckpointError, match=told):
-            fit(run_of(tmp_path, resume=True, module={"last": 1.0, **other}))
+            fit(run_of(tmp_path, resume=True, module={"last": 1.0, **other}, transfer=transfer))
     fit(run_of(tmp_path, resume=True, **settings)).close()
     assert end_of(tmp_path)["step"] == 6
 

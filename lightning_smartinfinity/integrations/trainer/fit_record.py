@@ -60,6 +60,8 @@ class TrainerFitRecord(FitRecord):
         was_interrupted: Whether an error or a signal ended the run.
     """
 
+    loop_keys = frozenset({"after_batch", "loaders", "checkpoint", "metrics", RNG_KEY})
+
     def __init__(self) -> None:
         super().__init__(
             how_to_resume="run it again with trainer.fit(..., ckpt_path='storage')",

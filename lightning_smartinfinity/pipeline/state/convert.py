@@ -116,7 +116,7 @@ def _convert(
             into,
             config=replace(config, durability=manifest.durability),
             extents=layout.extents,
-            description=manifest.description,
+            description=replace(manifest.description, tasklet_bytes=wanted),
             rank=rank,
             world_size=manifest.world_size,
             job_id=manifest.job,

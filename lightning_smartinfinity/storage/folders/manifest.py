@@ -1,8 +1,12 @@
 """manifest.json: describes a store, and can be read without this package.
 
 Its last entry, ``crc32``, is the CRC-32 of all bytes before the comma in front of it, in hexadecimal digits. It detects
-a changed digit, which would still be valid JSON. Version 3 had no such entry. Future versions keep the entries
-``format`` and ``version``, so that this version can distinguish a newer store from a damaged one.
+a changed digit, which would still be valid JSON. Version 3 had no such entry. Since version 5, ``package`` is the
+version of the package that wrote the file, and ``tasklet_bytes`` the setting that tasklets were cut by. Future versions
+keep the entries ``format``, ``version`` and ``package``, so that this version can distinguish a newer store from a
+damaged one, and name the version that reads it.
+
+The version also covers ``state.bin`` and ``commit.bin``: a change of any of the three raises it.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity import native
+from lightning_smartinfinity import __version__, native
+from lightning_smartinfinity.common.versions import unreadable
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.settings import TransferConfig
@@ -27,7 +32,7 @@ from lightning_smartinfinity.storage.io.os_errors import storage_errors
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "StoreDescription", "manifest_content", "read_manifest"]
 
 FORMAT_NAME = "lightning-smartinfinity optimizer state"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _VERSION_WITHOUT_CHECKSUM = 3
 _CHECKSUM = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}')
 
@@ -53,12 +58,14 @@ class StoreDescription:
         arrays: Names of the arrays per element, ``"master"`` first.
         parameters: One mapping per parameter, in partition order: name, numel, real_numel, group, sub_group, dtype.
         groups: Hyperparameters of each parameter group at creation, for readers.
+        tasklet_bytes: Largest extent of a tasklet, in bytes, as the settings were; 0 if unknown, as for older stores.
     """
 
     optimizer: str
     arrays: tuple[str, ...]
     parameters: tuple[Mapping[str, Any], ...]
     groups: tuple[Mapping[str, Any], ...] = field(default=())
+    tasklet_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,21 +138,20 @@ def read_manifest(folder: OpenFolder) -> Manifest:
         version = int(values["version"])
     except _DAMAGE as error:
         raise _damaged(path) from error
+    reads = (_VERSION_WITHOUT_CHECKSUM, FORMAT_VERSION)
     if version > FORMAT_VERSION and _checksum_of(content) in (None, zlib.crc32(_body(content))):
-        raise StorageError(
-            f"{str(path)!r} was written by a newer version of this package, in format version {version}.",
-            "Use that version, or choose another TransferConfig(job=...).",
-        )
-    if version not in (_VERSION_WITHOUT_CHECKSUM, FORMAT_VERSION):
+        writer = str(values.get("package", ""))
+        problem, remedy = unreadable(repr(str(path)), version=version, reads=reads, writer=writer)
+        raise StorageError(problem, f"{remedy}, or choose another TransferConfig(job=...).")
+    if not reads[0] <= version <= reads[1]:
         raise StorageCorruptError(
-            f"{str(path)!r} has format version {version}; this package reads versions {_VERSION_WITHOUT_CHECKSUM} and"
-            f" {FORMAT_VERSION}.",
+            f"{str(path)!r} has format version {version}; this package reads versions {reads[0]} to {reads[1]}.",
             "Use the version of the package that wrote it, or remove the folder to start anew.",
         )
     if version != _VERSION_WITHOUT_CHECKSUM:
         _verify(content, path)
     if values.get("state_format") not in tuple(STATE_FORMATS):
-        raise (StorageError if version == FORMAT_VERSION else StorageCorruptError)(
+        raise (StorageCorruptError if version == _VERSION_WITHOUT_CHECKSUM else StorageError)(
             f"{str(path)!r} says that the optimizer state is in the format {values.get('state_format')!r}; this package"
             f" reads {', '.join(STATE_FORMATS)}.",
             "Use the version of the package that wrote it, or remove the folder to start anew.",
@@ -182,6 +188,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     return {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
+        "package": __version__,
         "job": str(uuid.UUID(bytes=manifest.job)),
         "rank": manifest.rank,
         "world_size": manifest.world_size,
@@ -215,6 +222,7 @@ def _from_json(values: Mapping[str, Any]) -> Manifest:
             arrays=tuple(map(str, values["arrays"])),
             parameters=tuple(values["parameters"]),
             groups=tuple(values["groups"]),
+            tasklet_bytes=int(values.get("tasklet_bytes", 0)),
         ),
     )
     if manifest.extents.places_per_tasklet != TransferConfig(durability=manifest.durability).places_per_tasklet:

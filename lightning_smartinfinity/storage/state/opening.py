@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,12 +24,11 @@ from lightning_smartinfinity.storage.state.commit_record import no_record, recor
 from lightning_smartinfinity.storage.state.recovery import (
     BEGIN_ANEW,
     common_manifest,
-    complete_generations,
+    damaged_beside,
     newest_complete,
     require_recoverable,
-    require_resumable,
+    usable_records,
     with_whole_residuals,
-    written_records,
 )
 from lightning_smartinfinity.storage.state.space import measure_space, require_space
 from lightning_smartinfinity.storage.state.state_store import StateStore
@@ -232,7 +232,12 @@ def recover_store(
 
 
 def find_resumable(
-    folders: Sequence[Path], *, job: str, rank: int, io_timeout: float = IO_TIMEOUT
+    folders: Sequence[Path],
+    *,
+    job: str,
+    rank: int,
+    io_timeout: float = IO_TIMEOUT,
+    check: Callable[[TrainingRecord], object] = bool,
 ) -> tuple[Manifest, list[TrainingRecord]]:
     """Return a store's manifest and the training records to resume from, newest first.
 
@@ -243,6 +248,7 @@ def find_resumable(
         job: ``TransferConfig.job``.
         rank: Rank of this process.
         io_timeout: ``TransferConfig.io_timeout``.
+        check: Called with each record; raises StorageCorruptError if its content cannot be read.
 
     Raises:
         StorageLockedError, StorageCorruptError, StorageTimeoutError: As for :func:`recover_store`. StorageCorruptError
@@ -262,15 +268,18 @@ def find_resumable(
                         BEGIN_ANEW,
                     )
             manifest = common_manifest(inside, rank=rank)
-            records = written_records(inside[0], manifest)
-            complete = complete_generations(inside, manifest)
-            usable = [record for record in records if record.generation in complete]
-            if not usable:
-                require_resumable(inside[0], manifest, records, oldest=min(complete, default=0))
+            usable, problem = usable_records(inside, manifest)
+            if problem is not None:
+                raise problem
+            for damage in damaged_beside(inside[0], manifest, usable):
+                warnings.warn(damage, stacklevel=2)
             return manifest, with_whole_residuals(inside[0], manifest, usable)
 
     with io_limit(io_timeout):
-        return limited("Reading the store in", Path(folders[0]).absolute(), look)
+        manifest, records = limited("Reading the store in", Path(folders[0]).absolute(), look)
+    for record in records:
+        check(record)
+    return manifest, records
 
 
 def _opened(

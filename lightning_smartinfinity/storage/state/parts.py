@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_smartinfinity.common.machine import machine_identity
-from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.storage.folders.lock import ARCHIVED, KEPT, is_locked, read_lock, successor_in
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
-from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, open_rank_folder, owned_names
+from lightning_smartinfinity.storage.folders.rank_folder import (
+    COMMIT_NAME,
+    open_rank_folder,
+    owned_names,
+    rank_folder_path,
+)
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.training_record import damaged_training_records
 from lightning_smartinfinity.storage.state.recovery import committed_records, records_of, written_records
 
-__all__ = ["Part", "Point", "find_parts", "look_at", "points_of"]
+__all__ = ["Part", "Point", "find_parts", "first_manifest", "look_at", "points_of"]
 
 _OF_RANK = re.compile(r"rank-[0-9]{5,}")
 
@@ -130,6 +135,24 @@ def _parts_of(job: Path) -> Iterator[Part]:
             closing(open_rank_folder(job / name)) as folder,
         ):
             yield look_at(folder)
+
+
+def first_manifest(storage: Path, jobs: Sequence[str], *, rank: int) -> Manifest | None:
+    """Return the manifest of a rank's store in the first of some jobs that has one which can be read; None if none has.
+
+    Args:
+        storage: The first storage folder of the rank.
+        jobs: The jobs.
+        rank: The rank.
+    """
+    for job in jobs:
+        # What cannot be read raises when it is opened.
+        with (
+            suppress(OSError, StorageError),
+            closing(open_rank_folder(rank_folder_path(storage, job=job, rank=rank))) as folder,
+        ):
+            return read_manifest(folder)
+    return None
 
 
 def look_at(folder: OpenFolder) -> Part:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,15 +30,17 @@ from lightning_smartinfinity.storage.state.commit_record import CommitRecord, Re
 
 __all__ = [
     "BEGIN_ANEW",
+    "UsableRecords",
     "committed_records",
     "common_manifest",
     "complete_generations",
     "contradiction",
+    "damaged_beside",
     "first_mismatch",
     "newest_complete",
     "records_of",
     "require_recoverable",
-    "require_resumable",
+    "usable_records",
     "with_whole_residuals",
     "written_records",
 ]
@@ -188,10 +191,50 @@ def committed_records(folder: OpenFolder, manifest: Manifest) -> list[TrainingRe
     return [record for record in written_records(folder, manifest) if record.generation in committed]
 
 
-def require_resumable(
+class UsableRecords(NamedTuple):
+    """The training records that a training may resume from.
+
+    Attributes:
+        records: The records whose generation is complete, newest first. Residuals were not read.
+        problem: Why there is none although the training has written some; None if there is one, or nothing was written.
+    """
+
+    records: list[TrainingRecord]
+    problem: StorageError | None
+
+
+def usable_records(folders: Sequence[OpenFolder], manifest: Manifest) -> UsableRecords:
+    """Look for the training records that a training may resume from.
+
+    Raises:
+        StorageError: A file cannot be read, or has a format version that is not read.
+    """
+    records = written_records(folders[0], manifest)
+    complete = complete_generations(folders, manifest)
+    usable = [record for record in records if record.generation in complete]
+    problem = None if usable else _why_not(folders[0], manifest, records, oldest=min(complete, default=0))
+    return UsableRecords(usable, problem)
+
+
+def damaged_beside(folder: OpenFolder, manifest: Manifest, usable: Sequence[TrainingRecord]) -> list[str]:
+    """Return a sentence about each training record that is damaged, while a training can resume from others.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    if not usable:
+        return []
+    return [
+        f"The training record {str(folder.path / name)!r} is damaged, or a kill cut its write off. A training that "
+        f"resumes goes on from step {usable[0].step}."
+        for name in damaged_training_records(folder, identity=manifest.identity)
+    ]
+
+
+def _why_not(
     folder: OpenFolder, manifest: Manifest, records: Sequence[TrainingRecord], *, oldest: int
-) -> None:
-    """Raise the reason why a training cannot be resumed from any of its records; return if it has written none.
+) -> StorageError | None:
+    """Return why a training cannot be resumed from any of its records; None if it has written none.
 
     Args:
         folder: The rank's first folder.
@@ -199,13 +242,13 @@ def require_resumable(
         records: The intact records, newest first.
         oldest: The oldest complete generation.
 
-    Raises:
-        StorageCorruptError: A record is damaged.
-        StorageError: The training wrote no more records, or several generations followed the last record.
+    Returns:
+        A StorageCorruptError if a record is damaged. A StorageError if the training wrote no more records, or several
+        generations followed the last record.
     """
     ended = next((record for record in records if record.end is not None), None)
     if ended is not None:
-        raise StorageError(
+        return StorageError(
             f"The training in {str(folder.path)!r} wrote no training records after step {ended.step}: {ended.end}",
             BEGIN_ANEW,
         )
@@ -215,17 +258,18 @@ def require_resumable(
         older = "".join(
             f", and later steps have overwritten the state of the one before (step {record.step})" for record in records
         )
-        raise StorageCorruptError(
+        return StorageCorruptError(
             f"The training record{'s' if damaged[1:] else ''} {named} {are} damaged{older}.",
             BEGIN_ANEW,
         )
     if records and records[0].generation < oldest:
-        raise StorageError(
+        return StorageError(
             f"The training in {str(folder.path)!r} ended after several generations that came after its last record "
             f"(step {records[0].step}): several optimizer steps in a batch, or writes to its parameters. They have "
             "overwritten its state.",
             BEGIN_ANEW,
         )
+    return None
 
 
 def with_whole_residuals(

@@ -1,13 +1,14 @@
-"""Verifies the checksums of every extent of a store's newest generation, and of the residual that a training needs."""
+"""Verifies all that a resume reads: every extent of a store's newest generation, training records and residuals."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.common.progress import Advance, Show
@@ -20,9 +21,15 @@ from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, STA
 from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.storage.io.os_errors import failure_error, in_milliseconds
 from lightning_smartinfinity.storage.records.residual_file import ResidualOf, damaged_parts
-from lightning_smartinfinity.storage.records.training_record import residual_of
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord, record_name, residual_of
 from lightning_smartinfinity.storage.state.commit_record import CommitRecord
-from lightning_smartinfinity.storage.state.recovery import committed_records, common_manifest, contradiction, records_of
+from lightning_smartinfinity.storage.state.recovery import (
+    common_manifest,
+    contradiction,
+    damaged_beside,
+    records_of,
+    usable_records,
+)
 
 __all__ = ["ScrubbedRank", "scrub_rank"]
 
@@ -38,7 +45,7 @@ class ScrubbedRank:
         folders: The rank's folders.
         generation: The generation that was read; None if there is none.
         num_extents: Number of extents that were read.
-        num_bytes: Their bytes, and those of the residual of compressed gradients.
+        num_bytes: Their bytes, and those of the residuals of compressed gradients.
         damaged: A sentence about each damage, with its path, and its offset if it is known.
         unknown: Sentences that explain why some or all of the state could not be read.
     """
@@ -51,13 +58,19 @@ class ScrubbedRank:
     unknown: tuple[str, ...] = ()
 
 
-def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRank:
-    """Read all of a rank's newest generation, with direct I/O where possible; nothing there changes.
+def scrub_rank(
+    folders: Sequence[Path], *, rank: int, show: Show, check: Callable[[TrainingRecord], object] = bool
+) -> ScrubbedRank:
+    """Read all of a rank's newest generation, with direct I/O where possible, and its training records.
+
+    Nothing there changes.
 
     Args:
         folders: The rank's folder in every storage folder, in any order.
         rank: Number of the rank.
         show: Shows the progress.
+        check: Called with each training record that a resume may use; raises StorageCorruptError if its content cannot
+            be read.
 
     Raises:
         StorageLockedError: A process uses one of the folders.
@@ -70,15 +83,16 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
             return ScrubbedRank(folders=tuple(folders), damaged=(error.problem,))
         on_storage = range(manifest.extents.num_in_memory, manifest.extents.num_tasklets)
         num_bytes = sum(manifest.extents.extents[index].nbytes for index in on_storage)
-        training = next(iter(committed_records(claimed[0], manifest)), None)
-        residual = None if training is None else residual_of(training, manifest.identity)
-        num_bytes += 0 if residual is None else residual.nbytes
         damaged, unknown = [], [] if torn is None else [f"{torn} Generation {record.generation} was read."]
         try:
+            training = limited("Reading", claimed[0].path, _training_of, claimed, manifest, check)
+            damaged += training.damaged
+            unknown += training.unknown
+            num_bytes += sum(residual.nbytes for residual in training.residuals)
             with show(f"Reading the state of rank {rank}", num_bytes) as advance:
                 for sentence in _damaged(claimed, manifest, record, on_storage, advance):
                     damaged.append(sentence)
-                if residual is not None:
+                for residual in training.residuals:
                     path = claimed[0].path / residual.name
                     damaged += limited("Reading", path, _damaged_residual, claimed[0], residual, advance)
         except StorageError as error:  # report what was found before
@@ -91,6 +105,37 @@ def scrub_rank(folders: Sequence[Path], *, rank: int, show: Show) -> ScrubbedRan
             damaged=tuple(damaged),
             unknown=tuple(unknown),
         )
+
+
+class _Training(NamedTuple):
+    """Result of reading the training records: as of a :class:`ScrubbedRank`, and the residuals that belong to them."""
+
+    damaged: list[str]
+    unknown: list[str]
+    residuals: list[ResidualOf]
+
+
+def _training_of(
+    folders: Sequence[OpenFolder], manifest: Manifest, check: Callable[[TrainingRecord], object]
+) -> _Training:
+    """Read the training records as a resume does, without their residuals."""
+    found = _Training([], [], [])
+    try:
+        usable, problem = usable_records(folders, manifest)
+    except StorageError as error:
+        found.unknown.append(str(error))
+        return found
+    if isinstance(problem, StorageCorruptError):  # other problems are no damage
+        found.damaged.append(str(problem))
+    found.unknown.extend(damaged_beside(folders[0], manifest, usable))
+    for record in usable:
+        try:
+            check(record)
+        except StorageCorruptError as error:
+            found.damaged.append(f"{str(folders[0].path / record_name(record.number))!r}: {error}")
+        residual = residual_of(record, manifest.identity)
+        found.residuals.extend([] if residual is None else [residual])
+    return found
 
 
 def _opened(

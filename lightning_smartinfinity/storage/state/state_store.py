@@ -20,8 +20,9 @@ from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, STA
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.storage.io.files import LimitedCalls, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.records.record_writes import TrainingRecords
 from lightning_smartinfinity.storage.records.residual_write import WriteOptions
-from lightning_smartinfinity.storage.records.training_record import TrainingRecord, TrainingRecords
+from lightning_smartinfinity.storage.records.training_record import RECORD_VERSION, TrainingRecord
 from lightning_smartinfinity.storage.spread import Placement, next_placement, places_needed
 from lightning_smartinfinity.storage.state.capacities import Capacities
 from lightning_smartinfinity.storage.state.commit_record import CommitRecord, erase_record, flush_records, write_record
@@ -277,6 +278,7 @@ class StateStore:
         content: bytes,
         has_steps: bool,
         residual: NDArray[np.float32] | None = None,
+        version: int = RECORD_VERSION,
     ) -> None:
         """Write what a training needs, in addition to a generation's state, to resume there; see ``training_record``.
 
@@ -286,11 +288,19 @@ class StateStore:
             content: What the training needs.
             has_steps: Whether the training has taken a step since it began.
             residual: float32 memory of the residual of compressed gradients. ``records`` writes it in the background.
+            version: Format version of the content.
 
         Raises:
             StorageError: The record could not be written. The record before it is intact.
         """
-        self.records.write(generation=generation, step=step, content=content, has_steps=has_steps, residual=residual)
+        self.records.write(
+            generation=generation,
+            step=step,
+            content=content,
+            has_steps=has_steps,
+            residual=residual,
+            version=version,
+        )
         self.records.write_residual(self.generation)
 
     def forget_training(self) -> None:

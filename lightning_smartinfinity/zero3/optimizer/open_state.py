@@ -25,6 +25,7 @@ from lightning_smartinfinity.zero3.setup.open_storage import (
     with_cache,
     with_gradient_budget,
 )
+from lightning_smartinfinity.zero3.setup.reopening import as_stored
 from lightning_smartinfinity.zero3.untyped import ZeroOptimizer
 
 __all__ = ["open_state"]
@@ -64,6 +65,8 @@ def open_state(
         places_per_tasklet=offload.transfer.places_per_tasklet,
         state_format=offload.state_format,
     )
+    if offload.resumes:
+        layout = as_stored(layout, offload, group)
     layout = with_cache(layout, offload, group)
     rank_state.partition = Partition(optimizer, layout)
     rank_state.partition.zero_padding()

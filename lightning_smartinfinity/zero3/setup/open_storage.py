@@ -42,6 +42,7 @@ from lightning_smartinfinity.storage import (
     measure_tensor_space,
     require_space,
 )
+from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.storage.jobs.archiving import Plan
@@ -97,7 +98,7 @@ def open_storage(
         DeviceError: A card cannot be opened or has too little memory; raised on every rank.
     """
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
-    description = describe_training(layout, rule, dtype, groups)
+    description = describe_training(layout, rule, dtype, groups, tasklet_bytes=settings.tasklet_bytes)
     _warn_of_network(settings, group)
     if settings.resumes:
         return _reopen_storage(settings, layout, rule, description, group)
@@ -222,28 +223,31 @@ def with_gradient_budget(
         ring = settings.transfer.num_buffers * settings.tasklet_bytes
         own = measure_memory(reserved=ring)
         free = share_of_memory(gather(own, group), own)
-        if not any(gather(nbytes > free, group)) or _needs_all_gradients(settings) is not None:
+        needs_all = _needs_all_gradients(settings, layout, itemsize=itemsize) is not None
+        if not any(gather(nbytes > free, group)) or any(gather(needs_all, group)):
             return settings
         return replace(settings, gradient_budget=max(free // 2, layout.least_gradient_budget(itemsize)))
     if not any(gather(wanted < nbytes, group)):
         return settings
     with raising_together(group):
-        _require_budget(settings, wanted, least=layout.least_gradient_budget(itemsize))
+        _require_budget(settings, layout, wanted, itemsize=itemsize)
     return replace(settings, gradient_budget=wanted)
 
 
-def _needs_all_gradients(settings: OffloadSettings) -> str | None:
+def _needs_all_gradients(settings: OffloadSettings, layout: PartitionLayout, *, itemsize: int) -> str | None:
     """Return why all gradients must be in memory, or None."""
     if settings.cards is not None:
         return "SmartSSDs take gradients from host memory"
     if settings.compression is not None:
         return f"compression={settings.compression!r} reads all gradients again"
+    if layout.extents.num_tasklets > 1 and layout.extents.tasklet_numel * itemsize % BLOCK_BYTES:
+        return "an earlier version has cut the state into tasklets whose gradients are not whole blocks"
     return None
 
 
-def _require_budget(settings: OffloadSettings, wanted: int, *, least: int) -> None:
-    setting = f"TransferConfig(gradient_bytes={wanted})"
-    reason = _needs_all_gradients(settings)
+def _require_budget(settings: OffloadSettings, layout: PartitionLayout, wanted: int, *, itemsize: int) -> None:
+    setting, least = f"TransferConfig(gradient_bytes={wanted})", layout.least_gradient_budget(itemsize)
+    reason = _needs_all_gradients(settings, layout, itemsize=itemsize)
     if reason is not None:
         raise ConfigError(f"{setting} cannot be kept: {reason}.", "Leave it out.")
     if wanted < least:

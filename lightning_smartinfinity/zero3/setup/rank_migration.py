@@ -93,7 +93,11 @@ def find_predecessor(
         folders = _folders_here(training, seen[rank], rank=rank)
         for source in range(rank, len(folders), num_ranks):
             manifest, records = find_resumable(
-                folders[source], job=job, rank=source, io_timeout=settings.transfer.io_timeout
+                folders[source],
+                job=job,
+                rank=source,
+                io_timeout=settings.transfer.io_timeout,
+                check=settings.check_record,
             )
             require_recoverable(folders[source][0], manifest, state_format=None)
             check_description(manifest.description, description, fields=_SAME)
@@ -244,7 +248,13 @@ def fill_successor(
     record = predecessor.record
     with raising_together(group):
         # Without the residual of compressed gradients, which belongs to the old partitions.
-        store.record_training(generation=store.generation, step=record.step, content=record.content, has_steps=True)
+        store.record_training(
+            generation=store.generation,
+            step=record.step,
+            content=record.content,
+            has_steps=True,
+            version=record.version,
+        )
 
 
 class _Sources:

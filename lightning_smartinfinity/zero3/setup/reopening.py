@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,16 +16,25 @@ from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLa
 from lightning_smartinfinity.pipeline.rules import UpdateRule
 from lightning_smartinfinity.storage import StateStore, StoreDescription, find_resumable, recover_store
 from lightning_smartinfinity.storage.folders.manifest import Manifest
+from lightning_smartinfinity.storage.io.deadlines import io_limit
+from lightning_smartinfinity.storage.io.files import limited
+from lightning_smartinfinity.storage.jobs.trainings import jobs_beside
+from lightning_smartinfinity.storage.state.parts import first_manifest
 from lightning_smartinfinity.storage.state.recovery import BEGIN_ANEW
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.untyped import ParamGroup
 
-__all__ = ["check_description", "describe_training", "newest_common", "recover_for_training"]
+__all__ = ["as_stored", "check_description", "describe_training", "newest_common", "recover_for_training"]
 
 
 def describe_training(
-    layout: PartitionLayout, rule: UpdateRule, dtype: torch.dtype, groups: Sequence[ParamGroup]
+    layout: PartitionLayout,
+    rule: UpdateRule,
+    dtype: torch.dtype,
+    groups: Sequence[ParamGroup],
+    *,
+    tasklet_bytes: int,
 ) -> StoreDescription:
     """Return the description of a training for its store's manifest; a later training checks it before it resumes."""
     return StoreDescription(
@@ -42,6 +53,7 @@ def describe_training(
             for parameter in layout.parameters
         ),
         groups=tuple(_plain(group) for group in groups),
+        tasklet_bytes=tasklet_bytes,
     )
 
 
@@ -54,6 +66,33 @@ def _scalar(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return [_scalar(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def as_stored(layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None) -> PartitionLayout:
+    """Return the layout with tasklets of the size that the state to resume from has, if the settings are the same.
+
+    Versions of this package may choose another size for the same settings.
+
+    Args:
+        layout: This rank's partition, cut into tasklets by this version.
+        settings: Folders and transfer settings.
+        group: Process group of all ranks.
+
+    Raises:
+        StorageTimeoutError: The disk does not answer; raised on every rank.
+    """
+    manifest: Manifest | None = None
+    rank, jobs, limit = dist.get_rank(group), jobs_beside(settings.transfer.job), settings.transfer.io_timeout
+    with raising_together(group), io_limit(limit):
+        first = Path(settings.storage[0]).absolute()
+        manifest = limited("Looking for trainings in", first, first_manifest, first, jobs, rank=rank)
+    if manifest is None or manifest.world_size != dist.get_world_size(group) or settings.cards is not None:
+        return layout
+    extents = replace(layout.extents, tasklet_numel=manifest.extents.tasklet_numel)
+    is_set_alike = manifest.description.tasklet_bytes in (0, settings.tasklet_bytes)
+    if extents != manifest.extents or not is_set_alike or extents.place_bytes > settings.tasklet_bytes:
+        return layout  # an error names the difference
+    return replace(layout, extents=extents)
 
 
 def recover_for_training(
@@ -76,7 +115,11 @@ def recover_for_training(
     points: set[tuple[int, int, bytes]] = set()
     with raising_together(group):
         manifest, records = find_resumable(
-            settings.storage, job=transfer.job, rank=rank, io_timeout=transfer.io_timeout
+            settings.storage,
+            job=transfer.job,
+            rank=rank,
+            io_timeout=transfer.io_timeout,
+            check=settings.check_record,
         )
         _check(manifest, layout, description, world_size=dist.get_world_size(group))
         points = {(record.number, record.generation, record.run) for record in records}
@@ -131,8 +174,13 @@ def check_description(saved: StoreDescription, expected: StoreDescription, *, fi
     """
     if saved.optimizer != expected.optimizer:
         raise _differs("optimizer", saved.optimizer, expected.optimizer, "Use the same optimizer")
+    # Manifests before 0.1.0 have no shapes.
+    unknown = {"shape"} if any("shape" not in parameter for parameter in saved.parameters) else set()
     before, now = (
-        [{key: value for key, value in each.items() if not fields or key in fields} for each in found.parameters]
+        [
+            {key: value for key, value in each.items() if (not fields or key in fields) and key not in unknown}
+            for each in found.parameters
+        ]
         for found in (saved, expected)
     )
     difference = _first_difference(before, now)

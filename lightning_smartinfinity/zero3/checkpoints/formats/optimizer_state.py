@@ -23,6 +23,8 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from numpy.typing import NDArray
 
+from lightning_smartinfinity import __version__
+from lightning_smartinfinity.common.versions import unreadable
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
@@ -41,6 +43,7 @@ from lightning_smartinfinity.zero3.ranks.collectives import raising_together, sh
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ParamGroup, SavedState
 
 __all__ = [
+    "CHECKPOINT_VERSION",
     "EXTRA_KEY",
     "FILE",
     "ArrayWriter",
@@ -60,7 +63,10 @@ FILE = "smart_infinity_file"
 EXTRA_KEY = "smart_infinity"
 """Key of the entries that DeepSpeed's own format does not define."""
 
-_VERSION = 1
+CHECKPOINT_VERSION = 2
+"""Format version of what this strategy adds to checkpoints and universal folders; a change raises it."""
+
+_OLDEST_VERSION = 1
 _FP32_BYTES = 4
 
 
@@ -84,7 +90,8 @@ def state_dict(optimizer: StorageOptimizer) -> SavedState:
         },
         FP32_FLAT_GROUPS: [room_for(sub_group.numel) for sub_group in layout.sub_groups],
         EXTRA_KEY: {
-            "version": _VERSION,
+            "version": CHECKPOINT_VERSION,
+            "package": __version__,
             "optimizer": optimizer.rule.name,
             "dtype": str(optimizer.dtype),
             "save_id": optimizer.save_id,
@@ -201,11 +208,10 @@ def check_extra(optimizer: StorageOptimizer, extra: SavedState, path: str | Path
     Raises:
         CheckpointError: The format, optimizer or precision differs, or the checkpoint holds weights only.
     """
-    if extra["version"] != _VERSION:
-        raise CheckpointError(
-            f"{path} has format version {extra['version']}; this version reads {_VERSION}.",
-            "Use the version of lightning-smartinfinity that saved it.",
-        )
+    version, reads = int(extra["version"]), (_OLDEST_VERSION, CHECKPOINT_VERSION)
+    if not reads[0] <= version <= reads[1]:
+        problem, remedy = unreadable(str(path), version=version, reads=reads, writer=str(extra.get("package", "")))
+        raise CheckpointError(problem, f"{remedy}.")
     require_resumable(extra, path)
     if extra["optimizer"] != optimizer.rule.name:
         raise CheckpointError(

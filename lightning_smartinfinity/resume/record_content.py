@@ -1,0 +1,79 @@
+"""The content of a training record: the engine's part and the loop's part, as a resume reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.resume.typed_json import decode, encode
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.storage.records.training_record import TrainingRecord
+    from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
+
+__all__ = ["content_of", "read_content"]
+
+_ENGINE, _LOOP = "engine", "loop"
+_FIRST_WITH_LOADERS = 4  # only some records of version 3 have them
+_ENGINE_KEYS = frozenset({"counters", "groups", "loss_scaler", "dynamic_loss_scale", "overflow", "buffers", "frozen"})
+
+
+def content_of(engine: SavedState, loop: ClientState) -> bytes:
+    """Return the content of a record.
+
+    Args:
+        engine: The engine's part.
+        loop: The loop's part.
+
+    Raises:
+        UnwritableError: A value is of a type that a record cannot hold.
+    """
+    return encode({_ENGINE: engine, _LOOP: loop})
+
+
+def read_content(record: TrainingRecord, *, loop_keys: Collection[str] = ()) -> tuple[SavedState, ClientState]:
+    """Return the engine's and the loop's part of a record of any version that is read.
+
+    Args:
+        record: The record.
+        loop_keys: Keys that the loop's part needs.
+
+    Raises:
+        StorageCorruptError: The content is not what this package writes.
+    """
+    try:
+        saved: Any = decode(record.content)
+        engine, loop = saved[_ENGINE], saved[_LOOP]
+        if record.version < _FIRST_WITH_LOADERS and "after_batch" in loop and "loaders" not in loop:
+            loop = {**loop, "loaders": _loaders_in(loop)}
+        missing = sorted({*_ENGINE_KEYS - engine.keys(), *set(loop_keys) - loop.keys()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _not_ours(record, str(error)) from error
+    if missing:
+        raise _not_ours(record, f"it has no {missing[0]!r}")
+    return engine, loop
+
+
+def _loaders_in(loop: ClientState) -> ClientState:
+    """Return the state of the loaders, as ``FitLoaders.state`` does, from a Trainer's record that has none.
+
+    Versions before 26 November 2026 left positions of loaders in the state of Lightning's fit loop.
+    """
+    fit_loop = loop["checkpoint"]["loops"]["fit_loop"]["state_dict"]
+    return {
+        "random": None,
+        "states": list(fit_loop.get("combined_loader", ())),
+        "consumed": [],
+        "begins": not loop["after_batch"],
+        "seed": os.environ.get("PL_GLOBAL_SEED"),
+        "reloaded": loop["checkpoint"]["epoch"],
+    }
+
+
+def _not_ours(record: TrainingRecord, reason: str) -> StorageCorruptError:
+    return StorageCorruptError(
+        f"The training record of step {record.step} is not what this package writes: {reason}.",
+        "Resume from a checkpoint.",
+    )

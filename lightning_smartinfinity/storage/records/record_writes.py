@@ -1,0 +1,225 @@
+"""Writes the training records of a store that this process owns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.storage.folders.rank_folder import RESIDUAL_NAMES, TRAINING_NAMES, RankFolder
+from lightning_smartinfinity.storage.records.residual_file import read_residual
+from lightning_smartinfinity.storage.records.residual_write import ResidualWrite, WriteOptions
+from lightning_smartinfinity.storage.records.training_record import (
+    ENDED,
+    RECORD_VERSION,
+    TrainingRecord,
+    erase_training_record,
+    packed,
+    read_training_records,
+    record_name,
+    residual_of,
+    write_training_record,
+)
+
+__all__ = ["TrainingRecords"]
+
+
+class TrainingRecords:
+    """The training records of a store that this process owns.
+
+    Args:
+        folder: The rank's first folder. Writing the first record creates both files.
+        identity: Identity of the store, as in its extents.
+        options: Options for writing residuals; records are flushed and limited in time likewise.
+
+    Attributes:
+        current: The record written or resumed from last; None if there is none.
+        run: ``TrainingRecord.run`` of the records to write.
+        residual_failure: Error of the last finished write of a residual, or None.
+        nbytes: Bytes of the records and residuals written so far.
+    """
+
+    def __init__(self, folder: RankFolder, *, identity: native.Identity, options: WriteOptions) -> None:
+        self.current: TrainingRecord | None = None
+        self.run = bytes(identity.job)
+        self.residual_failure: StorageError | None = None
+        self.nbytes = 0
+        self._folder = folder
+        self._path = folder.path / TRAINING_NAMES[0]
+        self._identity = identity
+        self._options = options
+        self._in_time = options.in_time
+        # Of the last call of write(), even if it failed.
+        self._last_number: int | None = None
+        self._last_generation = -1
+        self._before: TrainingRecord | None = None  # the one before the current one
+        self._residual: NDArray[np.float32] | None = None  # that of the current record, until its write begins
+        self._residual_write: ResidualWrite | None = None
+
+    def write(
+        self,
+        *,
+        generation: int,
+        step: int,
+        content: bytes,
+        has_steps: bool,
+        residual: NDArray[np.float32] | None,
+        version: int = RECORD_VERSION,
+    ) -> None:
+        """Write a record over the last but one, and make it the current one.
+
+        Args:
+            generation: The newest generation, or the next one if its step is in flight.
+            step: Optimizer steps of the training so far, for messages.
+            content: What the training needs.
+            has_steps: Whether the training has taken a step.
+            residual: float32 memory that holds the generation's residual once the generation is committed, for
+                :meth:`write_residual`; None if there is none.
+            version: Format version of the content, and so of the record.
+
+        Raises:
+            StorageError: The record could not be written. The one before it is intact.
+        """
+        # A record that fails uses up its number, too: ranks resume from a number that all of them have.
+        self._last_number = int(has_steps) if self._last_number is None else self._last_number + 1
+        self._last_generation = generation
+        record = TrainingRecord(
+            number=self._last_number,
+            generation=generation,
+            step=step,
+            run=self.run,
+            content=content,
+            residual_numel=0 if residual is None else residual.size,
+            version=version,
+        )
+        self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
+        self._before, self.current, self._residual = self.current, record, residual
+
+    def rewrite(self, content: bytes) -> None:
+        """Replace only the content of the current record. A kill leaves the old content or the new one.
+
+        Args:
+            content: The new content, of the present format version.
+
+        Raises:
+            StorageError: It could not be written. The record is unchanged.
+        """
+        assert self.current is not None
+        record = replace(self.current, content=content, version=RECORD_VERSION)
+        name, written = record_name(record.number), packed(record, self._identity)
+        replacing, path = self._folder.replace, self._folder.path / name
+        self._in_time("Writing the training record", path, replacing, name, written, flush=self._options.flush)
+        self.current, self.nbytes = record, self.nbytes + len(written)
+
+    def _write(self, record: TrainingRecord) -> int:
+        if self.current is None:
+            self._folder.allocate_missing(*TRAINING_NAMES)
+        residual = residual_of(record, self._identity)
+        if residual is not None:
+            # Allocate both files at once, so that a full disk raises before the first one is written.
+            self._folder.allocate_missing(*RESIDUAL_NAMES, num_bytes=residual.file_bytes)
+        return write_training_record(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
+
+    def write_residual(self, generation: int) -> None:
+        """Start to write the residual that belongs to the current record, if the record is of this generation.
+
+        Until :meth:`finish_residual` has returned, the residual must not change, and the places of the generation
+        before must not be written to: otherwise, after a kill, a training could resume from neither generation.
+
+        Args:
+            generation: The newest generation; its residual is in memory.
+        """
+        record, values = self.current, self._residual
+        if values is None or record is None or record.generation != generation:
+            return
+        self.finish_residual()
+        self._residual = None
+        residual = residual_of(record, self._identity)
+        assert residual is not None
+        self._residual_write = ResidualWrite(self._folder.inside, residual, values, self._options)
+        self.nbytes += residual.file_bytes
+
+    def finish_residual(self) -> None:
+        """Wait until no residual is being written. Its error is stored in ``residual_failure``."""
+        if self._residual_write is not None:
+            self.residual_failure = self._residual_write.finish()
+            self._residual_write = None
+
+    def read_residual(self, into: NDArray[np.float32]) -> None:
+        """Read the residual that belongs to the current record.
+
+        Args:
+            into: float32[residual_numel] for the values.
+
+        Raises:
+            StorageCorruptError: The residual is damaged.
+            StorageError: The file cannot be read.
+        """
+        residual = None if self.current is None else residual_of(self.current, self._identity)
+        assert residual is not None
+        read_residual(self._folder.inside, residual, into)
+
+    def forget_behind(self, generation: int) -> None:
+        """Erase the current record if its generation is newer than this one, and make the record before it current.
+
+        The erased record's generation was not committed, and another state may be committed under its number.
+
+        Raises:
+            StorageError: It could not be erased.
+        """
+        record = self.current
+        if record is not None and record.generation > generation:
+            self._residual = None
+            self._in_time(
+                "Erasing the training record", self._path, erase_training_record, self._folder.inside, record.number
+            )
+            self.current, self._before = self._before, None
+        if self._last_number is not None and self._last_generation > generation:
+            # Skip a number: the next record then replaces the erased one, and not the one before, which is now needed.
+            self._last_number += 1
+            self._last_generation = generation
+
+    def end(self, reason: str) -> None:
+        """Replace all records by one that states that no more follow.
+
+        Args:
+            reason: The reason, which the error of a training that resumes contains.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        record = TrainingRecord(
+            number=0,
+            generation=ENDED,
+            step=0 if self.current is None else self.current.step,
+            run=self.run,
+            content=reason.encode(),
+        )
+        self.current = self._residual = None
+        self._in_time("Ending the training records in", self._path, self._end, record)
+
+    def _end(self, record: TrainingRecord) -> None:
+        self._folder.allocate_missing(*TRAINING_NAMES)
+        erase_training_record(self._folder.inside, record.number + 1)
+        write_training_record(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
+
+    def resume_from(self, number: int, *, run: bytes) -> None:
+        """Make the record of this number current, and erase a newer one, whose generation will be another state.
+
+        Args:
+            number: Number of the record.
+            run: Id of the run that begins now.
+
+        Raises:
+            StorageError: A file cannot be read or emptied.
+        """
+        for record in read_training_records(self._folder.inside, identity=self._identity):
+            if record.number > number:
+                erase_training_record(self._folder.inside, record.number)
+            elif record.number == number:
+                self.current = record
+        self.run, self._last_number = run, number
+        assert self.current is not None
