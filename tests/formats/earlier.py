@@ -1,7 +1,11 @@
-"""Writes what tests of earlier versions read: ``python -m tests.formats.earlier write NAME``.
+"""Writes what tests of earlier versions read: ``python -m tests.formats.earlier write NAME [KIND...]``.
 
 ``data/NAME.tar.xz`` then holds the storage of a fit that was killed, a checkpoint, a universal folder, an export, and
 the values that were in them. Files of a released version stay as they are: what is written anew gets another name.
+
+To write with an earlier commit, install that commit into an environment of its own, copy the folder ``tests`` to where
+no package lies beside it, remove this package's modules from ``PRELOADED`` of ``tests/helpers/fork_server.py``, and run
+the command there.
 """
 
 from __future__ import annotations
@@ -12,13 +16,14 @@ import signal
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_smartinfinity import SmartInfinityStrategy, TopK
 from tests.helpers.processes import run_module
@@ -42,6 +47,35 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 """Kinds of trainings: the Trainer's precision, and settings of the strategy."""
 
 
+ARCHIVES: Mapping[str, Sequence[str]] = {
+    "2026-11-23": ["plain"],
+    "2026-11-24": ["plain"],
+    "2026-11-25": ["plain"],
+    "2026-11-25-evening": ["plain", "compressed", "two processes"],
+    "0.1.0": list(KINDS),
+}
+"""The archives, and the kinds of trainings in them. The commits that wrote them, and what differs from later ones:
+
+- b2511c28: manifests of version 3, smaller tasklets, no training records.
+- 9fbb1d3c: training records of version 1, no shapes in manifests, smaller tasklets.
+- 02735895: training records of version 2, smaller tasklets.
+- f238a832: training records of version 3 that keep the loaders' positions in the fit loop, smaller tasklets.
+- e0aab2a0: training records of version 3, manifests of version 4, checkpoints of version 1.
+"""
+
+
+class Noting(Small):
+    """A network that notes the first elements of each batch."""
+
+    def __init__(self, **hooks: Any) -> None:
+        super().__init__(**hooks)
+        self.batches: list[list[float]] = []
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.batches.append(batch[:, 0].tolist())
+        return super().training_step(batch, index)
+
+
 def values_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the fp32 values of a module's parameters, and of their states. Collective."""
     values = {}
@@ -52,21 +86,30 @@ def values_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return values
 
 
-def fitted(kind: str, root: Path, hook: str, function: Any, *, resume: str | None = None) -> Small:
-    """Fit a small model in a folder, and call a function in one of its hooks.
+def fitted(kind: str, root: Path, *, resume: str | None = None, **hooks: Any) -> Small:
+    """Fit a small model in a folder, and call functions in its hooks.
 
     Args:
         kind: One of :data:`KINDS`.
         root: The folder; storage is in it.
-        hook: Name of the hook.
-        function: The function, which is given the module.
         resume: What the fit goes on from.
+        **hooks: The functions, by the names of the hooks; each is given the module.
     """
     settings = dict(KINDS[kind])
     precision = settings.pop("precision")
     strategy = SmartInfinityStrategy(root / "storage", overlap="none", **settings)
-    trainer = quiet_trainer(root, strategy, precision=precision, max_steps=STEPS + 2, devices=processes_of(kind))
-    module = Small(**{hook: function})
+    # A record of this kind also holds the index of the checkpoints.
+    callbacks = [ModelCheckpoint(root / "kept", every_n_train_steps=2)] if kind == "compressed" else None
+    trainer = quiet_trainer(
+        root,
+        strategy,
+        precision=precision,
+        max_steps=STEPS + 2,
+        devices=processes_of(kind),
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+    )
+    module = Noting(**hooks)
     trainer.fit(module, ckpt_path=resume, weights_only=False if resume not in (None, "storage") else None)
     return module
 
@@ -91,11 +134,11 @@ def fit_and_die(kind: str, folder: Path) -> None:
         elif module.trainer.global_step > STEPS:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    fitted(kind, folder / "run", "on_train_batch_end", hook)
+    fitted(kind, folder / "run", on_train_batch_end=hook)
 
 
 def fit_and_save(kind: str, folder: Path) -> None:
-    """Fit, and save after as many steps."""
+    """Fit, save after as many steps, and note all batches."""
 
     def hook(module: Small) -> None:
         if module.trainer.global_step == STEPS:
@@ -104,16 +147,24 @@ def fit_and_save(kind: str, folder: Path) -> None:
             module.trainer.save_checkpoint(folder / "checkpoint")
             module.trainer.strategy.save_pretrained(folder / "export")  # type: ignore[attr-defined]
 
-    fitted(kind, folder / "saved", "on_train_batch_end", hook)
+    fitted(kind, folder / "saved", on_train_batch_end=hook, on_train_end=partial(_note_batches, folder / "batches.pt"))
 
 
 def read(kind: str, folder: Path, *sources: str) -> None:
-    """Go on from each thing that was written, and note the values with which that begins."""
+    """Go on from each thing that was written, and note the values with which that begins, and the batches."""
     for source in sources:
         resume = source if source == "storage" else str(folder / source)
         root = folder / ("run" if source == "storage" else f"from {source}")
-        note = partial(_note, file=folder / f"{source}.pt")
-        fitted(kind, root, "on_train_start", note, resume=resume).trainer.strategy.close()  # type: ignore[attr-defined]
+        hooks = {
+            "on_train_start": partial(_note, file=folder / f"{source}.pt"),
+            "on_train_end": partial(_note_batches, folder / f"{source} batches.pt"),
+        }
+        fitted(kind, root, resume=resume, **hooks).trainer.strategy.close()  # type: ignore[attr-defined]
+
+
+def _note_batches(file: Path, module: Noting) -> None:
+    if module.trainer.is_global_zero:
+        torch.save(module.batches, file)
 
 
 def _note(module: Small, file: Path) -> None:
@@ -122,15 +173,23 @@ def _note(module: Small, file: Path) -> None:
         torch.save({"step": module.trainer.global_step, **values}, file)
 
 
-def write(name: str) -> None:
-    """Write an archive of all kinds."""
+def extracted(name: str, folder: Path) -> Path:
+    """Extract an archive into a folder, and return that folder."""
+    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def write(name: str, *kinds: str) -> None:
+    """Write an archive of some kinds."""
     with tempfile.TemporaryDirectory() as written:
-        for kind in KINDS:
+        for kind in kinds or KINDS:
             folder = Path(written) / kind
             (folder / "run").mkdir(parents=True)
             run("fit_and_die", kind, folder)
             run("fit_and_save", kind, folder)
-            shutil.rmtree(folder / "saved")
+            for left in (folder / "saved", folder / "run" / "kept"):
+                shutil.rmtree(left, ignore_errors=True)
             convert_by_command(folder / "checkpoint", folder / "universal")
         DATA.mkdir(exist_ok=True)
         with tarfile.open(DATA / f"{name}.tar.xz", "w:xz") as archive:
@@ -141,6 +200,6 @@ ACTIONS: dict[str, Any] = {"fit_and_die": fit_and_die, "fit_and_save": fit_and_s
 
 if __name__ == "__main__":
     if sys.argv[1] == "write":
-        write(sys.argv[2])
+        write(*sys.argv[2:])
     else:
         ACTIONS[sys.argv[1]](sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import tarfile
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,35 +11,83 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_smartinfinity.cli import main
-from tests.formats.earlier import DATA, KINDS, STEPS, run
+from lightning_smartinfinity.resume.typed_json import encode
+from lightning_smartinfinity.storage.folders.manifest import read_manifest
+from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder
+from lightning_smartinfinity.storage.jobs.jobs import find_jobs
+from lightning_smartinfinity.storage.records.training_record import packed, read_training_records, record_name
+from tests.formats.earlier import ARCHIVES, STEPS, extracted, run
+from tests.helpers import power_loss
+from tests.helpers.processes import run_module
+
+WRITTEN = [(archive, kind) for archive, kinds in ARCHIVES.items() for kind in kinds]
+WITHOUT_RECORDS, RELEASED = "2026-11-23", "0.1.0"
 
 
-@pytest.fixture(params=sorted(path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz")))
-def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with what an earlier version has written."""
-    with tarfile.open(DATA / f"{request.param}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path
+@pytest.fixture
+def folder(archive: str, kind: str, tmp_path: Path) -> Path:
+    """A folder with what a training of an earlier version has written."""
+    return extracted(archive, tmp_path) / kind
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fit_goes_on_from_it(kind: str, written: Path) -> None:
-    """Parameters and the optimizer's state begin as they were when they were written, bit for bit."""
-    folder, sources = written / kind, ("storage", "checkpoint", "universal")
+def content(storage: Path) -> dict[str, bytes]:
+    """Return every file below a storage folder but the locks, which hold the last owner's process."""
+    return {name: data for name, data in power_loss.content(storage).items() if not name.endswith("lock")}
+
+
+@pytest.mark.parametrize(("archive", "kind"), WRITTEN)
+def test_a_fit_goes_on_from_it(archive: str, kind: str, folder: Path) -> None:
+    """Parameters and the optimizer's state begin as they were when they were written, bit for bit.
+
+    From storage, the batches are those that followed then. ``jobs`` lists the step that the fit goes on from, and a
+    scrub finds all whole.
+    """
+    storage = folder / "run" / "storage"
+    sources = [*([] if archive == WITHOUT_RECORDS else ["storage"]), "checkpoint", "universal"]
+    (job,) = find_jobs(storage)
+    assert job.resumable_step == (STEPS if "storage" in sources else None)
+    assert not any(main(["scrub", str(path), "--quiet"]) for path in (storage, folder / "checkpoint"))
     run("read", kind, folder, *sources)
     for source in sources:
         expected, found = torch.load(folder / "values.pt"), torch.load(folder / f"{source}.pt")
         assert found.pop("step") == expected.pop("step") == STEPS
         for name, values in expected.items():
             assert torch.equal(found[name], values), (source, name)
+    if archive != RELEASED and kind == "two processes":
+        assert torch.load(folder / "storage batches.pt") == torch.load(folder / "batches.pt")[STEPS:]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_exported(kind: str, written: Path) -> None:
+@pytest.mark.parametrize(("archive", "kind"), [("2026-11-24", "plain")])
+def test_two_processes_go_on_from_the_state_of_one(archive: str, kind: str, folder: Path) -> None:
+    """The state of an earlier version moves to another number of processes with the same values."""
+    assert run_module("tests.formats.earlier", "read", "two processes", folder, "storage", ranks=2).returncode == 0
+    expected, found = torch.load(folder / "values.pt"), torch.load(folder / "storage.pt")
+    assert all(torch.equal(found[name], expected[name]) for name in expected.keys() - {"step"})
+
+
+@pytest.mark.parametrize(("archive", "kind"), [("0.1.0", "plain")])
+def test_a_record_that_cannot_be_read_moves_nothing(archive: str, kind: str, folder: Path) -> None:
+    """Two processes that resume the training of one refuse it by its content before they move the state."""
+    storage = folder / "run" / "storage"
+    rank_folder = storage / "default" / "rank-00000"
+    with closing(open_rank_folder(rank_folder)) as opened:
+        identity = read_manifest(opened).identity
+        for record in read_training_records(opened, identity=identity):
+            other = replace(record, content=encode({"engine": {}, "loop": {}}))
+            (rank_folder / record_name(record.number)).write_bytes(packed(other, identity))
+    before = content(storage)
+    done = run_module("tests.formats.earlier", "read", "two processes", folder, "storage", ranks=2)
+    assert done.returncode != 0 and done.stderr.count("StorageCorruptError: The training record of step 3 is not") >= 2
+    assert content(storage) == before
+    assert main(["scrub", str(storage), "--quiet"]) == 1
+
+
+@pytest.mark.parametrize(("archive", "kind"), WRITTEN)
+def test_it_is_exported(archive: str, kind: str, folder: Path) -> None:
     """A checkpoint's weights are exported as they were then."""
-    assert main(["export", str(written / kind / "checkpoint"), str(written / "now")]) == 0
-    expected = load_file(written / kind / "export" / "model.safetensors")
-    found = load_file(written / "now" / "model.safetensors")
+    assert main(["export", str(folder / "checkpoint"), str(folder / "now")]) == 0
+    expected = load_file(folder / "export" / "model.safetensors")
+    found = load_file(folder / "now" / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(found[name], values), name

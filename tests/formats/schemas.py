@@ -1,0 +1,128 @@
+"""Describes what a training writes, by names and types: ``python -m tests.formats.schemas`` stores it anew.
+
+``schemas.json`` holds the description of each record by its format version. A content that changes without its version
+fails :mod:`tests.formats.test_schemas`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.resume.record_content import read_content
+from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, read_manifest
+from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder
+from lightning_smartinfinity.storage.records import residual_file, training_record
+from lightning_smartinfinity.storage.records.training_record import read_training_records
+from lightning_smartinfinity.storage.state import commit_record
+from lightning_smartinfinity.zero3.checkpoints.formats.optimizer_state import EXTRA_KEY
+from tests.formats.earlier import extracted, run
+from tests.helpers.universal import convert_by_command
+
+STORED = Path(__file__).parent / "schemas.json"
+KIND = "compressed"
+RELEASED = "0.1.0"
+"""The archive whose schemas are stored, too: those of a released version never change."""
+
+Schemas = dict[str, dict[str, Any]]
+
+
+def schema(value: Any, depth: int = 8) -> Any:
+    """Return the names and types in a value. Below some depth, and of what a sequence holds, only the types."""
+    if isinstance(value, Mapping) and depth > 0:
+        return {str(key): schema(value[key], depth - 1) for key in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        members = {json.dumps(schema(member, depth - 1), sort_keys=True) for member in value}
+        return [type(value).__name__, *(json.loads(member) for member in sorted(members))]
+    if isinstance(value, torch.Tensor):
+        return f"Tensor of {value.dtype}"
+    return f"ndarray of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+
+
+def written(folder: Path) -> Path:
+    """Train in a folder, and return the folder with what the training has written."""
+    (folder / "run").mkdir()
+    run("fit_and_die", KIND, folder)
+    run("fit_and_save", KIND, folder)
+    convert_by_command(folder / "checkpoint", folder / "universal")
+    return folder
+
+
+def schemas_of(folder: Path) -> Schemas:
+    """Return the schema of each record that a training has written, by kind and format version."""
+    rank_folder = folder / "run" / "storage" / "default" / "rank-00000"
+    values = json.loads((rank_folder / MANIFEST_NAME).read_text())
+    with closing(open_rank_folder(rank_folder)) as opened:
+        (record, *_) = read_training_records(opened, identity=read_manifest(opened).identity)
+    engine, loop = read_content(record)
+    (optimizer_file,) = (folder / "checkpoint").rglob("*optim_states.pt")
+    universal_file = folder / "universal" / "zero" / "optimizer_state.pt"
+    of_checkpoint, of_universal = (torch.load(file, weights_only=True) for file in (optimizer_file, universal_file))
+    (model_file,) = (folder / "checkpoint").rglob("*model_states.pt")
+    checkpoint_version = of_checkpoint["optimizer_state_dict"][EXTRA_KEY]["version"]
+    return {
+        "manifest": {
+            str(values["version"]): {
+                "manifest": schema({**values, "groups": _names_only(values["groups"])}),
+                "commit record": commit_record._FORMAT._header.format,
+                "extents": {name: _form(form) for name, form in STATE_FORMATS.items()},
+            }
+        },
+        "training record": {
+            str(record.version): {
+                "fields": training_record._FORMATS[record.version]._header.format,
+                "residual": residual_file._FORMAT._header.format,
+                "engine": {key: schema(value, depth=int(key == "counters")) for key, value in engine.items()},
+                "loop": schema({**loop, "checkpoint": {}, "books": list(loop.get("books", {}).values())}),
+            }
+        },
+        "checkpoint": {
+            str(checkpoint_version): {
+                "files": sorted(str(file.relative_to(folder / "checkpoint")) for file in _files(folder / "checkpoint")),
+                "model states": _ours(torch.load(model_file, weights_only=True)),
+                "optimizer states": _ours(of_checkpoint["optimizer_state_dict"]),
+                "universal files": sorted(
+                    str(file.relative_to(folder / "universal")) for file in _files(folder / "universal")
+                ),
+                "universal optimizer states": _ours(of_universal),
+            }
+        },
+    }
+
+
+def _names_only(groups: list[Any]) -> list[Any]:
+    """Return parameter groups without their hyperparameters, which differ between torch's versions."""
+    return [{} for _ in groups]
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _form(form: Any) -> list[Any]:
+    return [form.number, list(form.item_bytes(3)), form.granule, form.has_blocks]
+
+
+def _ours(states: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: schema(value) for key, value in states.items() if key.startswith("smart_infinity")}
+
+
+def stored() -> Schemas:
+    """Return the stored schemas."""
+    schemas: Schemas = json.loads(STORED.read_text())
+    return schemas
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as now, tempfile.TemporaryDirectory() as then:
+        found = [schemas_of(extracted(RELEASED, Path(then)) / KIND), schemas_of(written(Path(now)))]
+    merged = {kind: {**found[0][kind], **found[1][kind]} for kind in found[0]}
+    STORED.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
