@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING
 
 from lightning_smartinfinity.cli.option_types import add_quiet, show_of, storage_folder
 from lightning_smartinfinity.cli.scrub import Found, scrub_jobs
-from lightning_smartinfinity.errors import SmartInfinityError, StorageError, StorageTimeoutError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.storage.jobs.jobs import Job
+    from lightning_smartinfinity.storage.jobs.jobs import Job, JobFolder
 
 __all__ = ["DESCRIPTION", "add_options", "run"]
 
 DESCRIPTION = """\
 List the jobs whose optimizer state or parameters are in storage folders: which process uses them, how large they
 are, when they were last written, the newest generation that all ranks have, and whether a training can resume from
-them. Exit status 1 if --verify finds damage or cannot read all of a dead job's state, if a job cannot be removed, or
-if the disk of one of several folders does not answer.
+them. If a storage folder is missing over which the state is spread, it is named, with the newest checkpoint to go on
+from. Exit status 1 if --verify finds damage or cannot read all of a dead job's state, if a job cannot be removed, or if
+one of several folders cannot be read, or its disk does not answer.
 """
 _DEFAULT = "smart_infinity"
 _TABLE = "{job:40}  {owner:16}  {size:>11}  {written:>12}  {generation:>10}  {remark}"
@@ -52,19 +53,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command, and return the exit status."""
-    from lightning_smartinfinity.storage.jobs.jobs import find_jobs
+    from lightning_smartinfinity.storage.jobs.jobs import find_jobs, with_lost_parts
 
     folders = list(dict.fromkeys(options.folders)) or [_default_folder()]
     jobs, unknown = [], False
     for folder in tuple(folders):
         try:
             jobs += [job for job in find_jobs(folder) if options.job in (None, job.name)]
-        except StorageTimeoutError as error:
+        except StorageError as error:
             if len(folders) == 1:
                 raise
             print(f"smart-infinity: {error}", file=sys.stderr)
             folders.remove(folder)
             unknown = True
+    jobs = with_lost_parts(jobs[0].storage, jobs) if jobs else jobs
     if options.remove:
         return max(unknown, _remove(jobs, folders, options))
     verified = _verify(jobs, options) if options.verify else {}
@@ -132,8 +134,14 @@ def _as_json(job: Job, found: Found | None) -> dict[str, object]:
         "problems": job.problems,
         "damaged": None if found is None else found.damaged,
         "unknown": None if found is None else found.unknown,
-        "folders": [{**vars(folder), "path": str(folder.path)} for folder in job.folders],
+        "folders": [_folder_as_json(folder) for folder in job.folders],
     }
+
+
+def _folder_as_json(folder: JobFolder) -> dict[str, object]:
+    checkpoint = None if folder.part is None or folder.part.checkpoint is None else folder.part.checkpoint[1]
+    plain = {name: value for name, value in vars(folder).items() if name != "part"}
+    return {**plain, "path": str(folder.path), "checkpoint": checkpoint}
 
 
 def _print(jobs: Sequence[Job], folders: Sequence[Path], verified: dict[Path, Found]) -> None:
@@ -167,11 +175,13 @@ def _remark(job: Job, found: Found | None) -> str:
     remarks = ["kept"] if job.kept else []
     if job.resumable_step is not None:
         remarks.append(f"resumable, step {job.resumable_step}")
+    if job.lost:
+        remarks.append("incomplete")
     if job.damaged or (found is not None and found.damaged):
         remarks.append("damaged")
-    elif job.problems:
+    elif any(folder.problem and not folder.lost for folder in job.folders):
         remarks.append("unreadable")
-    elif found is not None:
+    elif found is not None and not job.lost:
         remarks.append("incomplete" if found.unknown else "whole")
     return ", ".join(remarks)
 

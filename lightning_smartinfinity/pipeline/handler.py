@@ -309,6 +309,10 @@ class TransferHandler:
         """
         self._store.records.end(reason)
 
+    def note_checkpoint(self, path: str, *, step: int) -> None:
+        """Note a checkpoint as :meth:`StateStore.note_checkpoint` does."""
+        self._store.note_checkpoint(path, step=step)
+
     def complete_record(self) -> None:
         """Wait until the training record's residual is on storage or its write has failed.
 

@@ -63,6 +63,34 @@ def test_a_job_to_resume(tmp_path: Path, cli: Cli) -> None:
     assert json.loads(cli("jobs", tmp_path, "--json").out)[0]["resumable_step"] == 7
 
 
+def test_a_storage_folder_is_lost(tmp_path: Path, cli: Cli) -> None:
+    """Both commands name it, and how to go on from the newest checkpoint. What is there is not called damaged."""
+    a, b, c = folders = [tmp_path / name for name in "abc"]
+    store = create(folders, world_size=1)
+    commit_generation(store, 0)
+    store.record_training(generation=0, step=7, content=b"", has_steps=True)
+    for step in (5, 7):
+        (tmp_path / f"step {step}.ckpt").mkdir()
+        store.note_checkpoint(str(tmp_path / f"step {step}.ckpt"), step=step)
+    store.close(remove=False)
+    assert "resumable, step 7" in cli("jobs", *folders).out
+    b.rename(tmp_path / "unmounted")
+    told = f"'{b}' lacks its part. Mount '{b}'. If it is lost, go on from the newest checkpoint, after step 7: "
+    told += f"ckpt_path='{tmp_path}/step 7.ckpt', with the other folders: storage=['{a}', '{c}']."
+    for named, status in (([a, c], 0), (folders, 1)):
+        said = cli("jobs", *named, status=status)
+        assert said.out.count(told) == 1 and said.out.count("incomplete") == 2, said.out
+        assert "resumable" not in said.out and (f"'{b}'" in said.err) == bool(status)
+        said = cli("scrub", *named, status=2)
+        assert said.err.count(told) == 1 and "amaged" not in said.out + said.err and "Whole" not in said.out
+    (found, _) = json.loads(cli("jobs", a, c, "--json").out)
+    assert found["resumable_step"] is None and found["folders"][0]["checkpoint"] == str(tmp_path / "step 7.ckpt")
+    (tmp_path / "step 7.ckpt").rmdir()
+    assert "from a checkpoint (the newest, " in cli("jobs", a, c).out
+    (tmp_path / "unmounted").rename(b)
+    assert "resumable, step 7" in cli("jobs", a, c).out
+
+
 def test_no_jobs(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default is the Trainer's folder, and a folder without jobs is said to have none."""
     monkeypatch.chdir(tmp_path)

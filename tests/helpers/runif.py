@@ -19,7 +19,8 @@ NO_CUDA = "no CUDA device"
 NO_LOOP_DEVICE = "this user may not mount an image file"
 NO_MOUNTS = "this user's processes may have no mounts of their own"
 NO_NAMESPACES = "this machine cannot be two"
-ALLOWED_REASONS = (NO_BINDFS, NO_CUDA, NO_LOOP_DEVICE, NO_MOUNTS, NO_NAMESPACES)
+NO_ROOT = "this user cannot become another"
+ALLOWED_REASONS = (NO_BINDFS, NO_CUDA, NO_LOOP_DEVICE, NO_MOUNTS, NO_NAMESPACES, NO_ROOT)
 
 
 def RunIf(
@@ -27,6 +28,7 @@ def RunIf(
     cuda_devices: int = 0,
     bindfs: bool = False,
     package: str | None = None,
+    root: bool = False,
     torch_without_cuda: bool = False,
     xrt: bool = False,
 ) -> pytest.MarkDecorator:
@@ -36,6 +38,7 @@ def RunIf(
         cuda_devices: Number of CUDA devices that the test uses.
         bindfs: Whether the test mounts folders by bindfs, which ``make test`` installs if it may.
         package: One of the development dependencies, which are all installed where ``.ci/run`` runs.
+        root: Whether the test becomes another user.
         torch_without_cuda: Whether the test needs a torch without CUDA, which the emulated device takes the place of.
         xrt: Whether the test needs emulated SmartSSDs, which work wherever ``make test`` could install XRT.
     """
@@ -44,6 +47,8 @@ def RunIf(
     if bindfs:
         can = shutil.which("bindfs") is not None and os.access("/dev/fuse", os.W_OK)
         return pytest.mark.skipif(not can, reason=NO_BINDFS)
+    if root:
+        return pytest.mark.skipif(os.geteuid() != 0, reason=NO_ROOT)
     if package is not None:
         return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
     if torch_without_cuda:

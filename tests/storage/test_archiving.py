@@ -149,14 +149,26 @@ def test_other_numbers_of_ranks_and_folders(before: int, now: int, used: list[in
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_folder_that_cannot_be_reached(lost: int, folders: list[Path]) -> None:
-    """A training is not torn apart: the error names the part that is missing, and nothing moves."""
+    """What is here is archived, and a new training goes on. When the folder is back, the archived one resumes."""
     leave(folders, step=7)
+    before = files_of(folders, JOB)
     folders[lost].rename(folders[lost].with_name("unmounted"))
-    remedy = refusal([folders[1 - lost]], rf"its part '{folders[lost]}/default/rank-00000' cannot be found")
-    assert f"Mount '{folders[lost]}'" in remedy
-    assert f"smart-infinity jobs {folders[1 - lost]} --remove default" in remedy
+    plan = archive([folders[1 - lost]])
+    assert plan.lost_storage == (str(folders[lost]),) and not plan.is_damaged
+    create([folders[1 - lost]], world_size=1).close(remove=False)
     folders[lost].with_name("unmounted").rename(folders[lost])
-    assert steps_in(folders, JOB) == whole(7, folders=2) and steps_in(folders) == {}
+    put_together(folders, job=ARCHIVE)
+    assert steps_in(folders) == whole(7, folders=2) and files_of(folders, ARCHIVE) == before
+
+
+def test_a_part_that_replaces_nothing(folders: list[Path]) -> None:
+    """A training without one of its folders is not archived in the place of one that can be resumed."""
+    leave(folders, step=7)
+    archive(folders)
+    leave(folders, step=8)
+    (folders[1] / JOB).rename(folders[1] / "lost")
+    remedy = refusal(folders, rf"lacks its part in '{folders[1]}'\. It is not deleted, .* in the job 'default\.aside'")
+    assert "--remove default or smart-infinity jobs" in remedy
 
 
 def test_what_can_never_be_resumed_again_stops_nobody(folders: list[Path]) -> None:
@@ -401,6 +413,7 @@ def files_of(folders: Sequence[Path], job: str) -> dict[str, bytes]:
         (1, 1, "manifest.json", 7),
         (0, 0, "training-1.bin", 1),
         (1, 0, "commit.bin", 67),
+        (0, 0, "state.bin", 9001),
         (0, 0, "lock", 1),
     ],
 )
@@ -415,7 +428,8 @@ def test_one_flipped_bit_deletes_no_training(rank: int, device: int, name: str, 
         assert (len(plan.moved), plan.deleted) == (4, ()), f"byte {number}"
         damaged.append(plan.is_damaged)
         file.write_bytes(content)
-    assert damaged and (all(damaged) or name in ("commit.bin", "lock")) and (any(damaged) or name == "lock")
+    unseen = name in ("state.bin", "lock")
+    assert damaged and (all(damaged) or unseen or name == "commit.bin") and any(damaged) != unseen
     flipped(file, 8)
     before = files_of(folders, JOB)
     archive(folders, ranks=2)
@@ -434,15 +448,18 @@ def test_a_damaged_training_beside_one_that_was_archived(tmp_path: Path) -> None
     file.write_bytes(content)
     assert steps_in([tmp_path], JOB) == whole(8) and steps_in([tmp_path]) == whole(7)
     flipped(tmp_path / ARCHIVE / "rank-00000/manifest.json", 100)
-    assert archive([tmp_path]).step == 8 and steps_in([tmp_path]) == whole(8)
+    plan = archive([tmp_path])
+    assert (plan.step, plan.replaced, plan.replaces_damaged) == (8, None, True) and steps_in([tmp_path]) == whole(8)
 
 
 def test_a_damaged_part_and_one_that_cannot_be_reached(folders: list[Path]) -> None:
-    """The rest of the training may come back, so that nothing is moved or deleted."""
+    """All that is here is archived, and nothing is deleted."""
     leave(folders, step=7, ranks=2)
     flipped(folders[0] / JOB / "rank-00000/manifest.json", 100)
     folders[1].rename(folders[1].with_name("unmounted"))
-    refusal(folders[:1], "cannot be found", ranks=2)
+    before = files_of(folders, JOB)
+    assert archive(folders[:1], ranks=2).lost_storage == (str(folders[1]),)
+    assert files_of(folders, ARCHIVE) == before
 
 
 # ---- a training that goes on in stores of other ranks has one whole set of stores at any time

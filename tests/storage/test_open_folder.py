@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
-from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.storage import UnnamedFiles, recover_store
 from lightning_smartinfinity.storage.folders import open_folder
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.replacement import beside
+from lightning_smartinfinity.storage.jobs.jobs import find_jobs
+from lightning_smartinfinity.storage.state.opening import find_resumable
+from lightning_smartinfinity.storage.state.scrub import scrub_rank
 from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
+from tests.helpers.runif import RunIf
 from tests.storage.makers import commit_generation, create, created, left, manifest_with, recovered, tree
 
 PRECIOUS = b"precious\n" * 100
@@ -210,6 +215,63 @@ def test_files_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             attempt()
 
 
+def as_nobody(call: Callable[[], str]) -> str:
+    """Return what a function returns in a process of another user."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        os.write(writing, call().encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        said = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return said
+
+
+@RunIf(root=True)
+def test_state_that_only_its_user_may_read() -> None:
+    """Whoever looks at a job of another user learns whose it is, and not that there is none."""
+    with TemporaryDirectory() as name:
+        storage = Path(name)
+        storage.chmod(0o755)
+        folder = left(storage, world_size=1)
+
+        def read() -> str:
+            said = [problem for job in find_jobs(storage) for problem in job.problems]
+            for attempt in (
+                lambda: recover_store([storage]),
+                lambda: find_resumable([storage], job="default", rank=0),
+                lambda: scrub_rank([folder], rank=0, show=hidden),
+                lambda: create([storage]),
+            ):
+                try:
+                    attempt()
+                except StorageError as error:
+                    said.append(str(error))
+            return "\n".join(said)
+
+        for closed in (storage / "default", folder, folder / "lock"):  # each the first that cannot be read
+            said = as_nobody(read).splitlines()
+            assert len(said) == 5, said
+            assert all(f"{closed}' belongs to user root, and not to" in line for line in said[:1]), said
+            assert all(f"{storage}/default" in line and "belongs to user root" in line for line in said), said
+            closed.chmod(0o755)
+
+
+def test_a_foreign_file_named_lock(tmp_path: Path) -> None:
+    """It is refused as it is: neither its content nor its mode changes."""
+    lock = rank_folder(tmp_path) / "lock"
+    lock.write_bytes(PRECIOUS)
+    lock.chmod(0o644)
+    with pytest.raises(StorageCorruptError, match="is not a lock of this package"):
+        create([tmp_path])
+    assert (lock.read_bytes(), stat.S_IMODE(lock.stat().st_mode)) == (PRECIOUS, 0o644)
+
+
 def test_the_folder_stays_the_one_that_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store goes on in its folder even if another takes its name, and leaves that one alone.
 
@@ -253,18 +315,14 @@ def test_a_leftover_of_a_newer_version(
     assert main(["scrub", str(tmp_path), "--quiet"]) == 2
 
 
-def test_a_damaged_leftover_is_archived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The manifest of a job that nobody kept does not hinder the next one: it is renamed, and one log line says so."""
-    for number in (1, 2):
-        folder = left(tmp_path)
-        (folder / "manifest.json").write_text("{ damaged")
-        with caplog.at_level(logging.WARNING), created([tmp_path]) as store:
-            assert store.generation == -1
-        assert (folder / f"manifest.json.{number}.aside").read_text() == "{ damaged"
-        (message,) = [record.getMessage() for record in caplog.records]
-        assert str(folder / "manifest.json") in message and f"manifest.json.{number}.aside" in message
-        caplog.clear()
-    assert {path.name for path in folder.iterdir()} == {"manifest.json.1.aside", "manifest.json.2.aside"}
+def test_a_damaged_leftover_is_not_deleted(tmp_path: Path) -> None:
+    """Whose state it is cannot be read, so a store is not made in its place. A training archives it first."""
+    folder = left(tmp_path)
+    (folder / "manifest.json").write_text("{ damaged")
+    before = power_loss.content(tmp_path)
+    with pytest.raises(StorageCorruptError, match=f"{folder}/manifest.json' is not a readable manifest"):
+        create([tmp_path])
+    assert power_loss.content(tmp_path) == before
 
 
 # Every seventh is each bit of some byte, and a bit of each byte.

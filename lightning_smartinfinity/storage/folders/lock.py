@@ -6,12 +6,15 @@ import errno
 import fcntl
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
@@ -25,6 +28,7 @@ __all__ = [
     "SUCCESSOR",
     "FolderLock",
     "acquire",
+    "checkpoint_in",
     "is_locked",
     "open_or_create",
     "read_lock",
@@ -41,6 +45,8 @@ ARCHIVED = "aside"
 """Note in the lock of an archived store, until a training resumes from it."""
 SUCCESSOR = "successor-"
 """Prefix of a further note in such a lock: the job id of stores for another number of ranks, filled from that store."""
+
+_CHECKPOINT = "checkpoint-"  # prefix of a note: the step and the path of the newest checkpoint
 
 _GLANCE = 0.1  # seconds: far more than :func:`is_locked` takes
 _HIDDEN_GLANCE, _HIDDEN_SECONDS = 0.01, 1.0
@@ -77,6 +83,7 @@ class FolderLock:
         self._descriptor, self.notes = _acquire(folder, leftover)
         # The lock of a store that was never closed must end with the store, not with the process.
         self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._writing = threading.Lock()  # a save in the background notes its checkpoint
         _held.add(self)
 
     def note(self, *notes: str) -> None:
@@ -85,11 +92,16 @@ class FolderLock:
         Raises:
             StorageError: They could not be written.
         """
-        self._write(self.notes | set(notes))
+        self._write(lambda before: before | set(notes))
+
+    def note_checkpoint(self, path: str, *, step: int) -> None:
+        """Note which checkpoint of the training is the newest one; raises as :meth:`note`."""
+        note = f"{_CHECKPOINT}{step}-{quote_from_bytes(os.fsencode(path))}"
+        self._write(lambda before: {each for each in before if not each.startswith(_CHECKPOINT)} | {note})
 
     def erase(self, *notes: str) -> None:
         """Erase these notes, or all notes if none are named; raises as :meth:`note`."""
-        self._write(self.notes - set(notes) if notes else frozenset())
+        self._write(lambda before: before - set(notes) if notes else set())
 
     def release(self, *, remove: bool) -> None:
         """Unlock; idempotent. Never raises.
@@ -107,11 +119,14 @@ class FolderLock:
         """Close the descriptor without touching the file."""
         self._close()
 
-    def _write(self, notes: frozenset[str]) -> None:
-        with storage_errors("Writing", self.path):
+    def _write(self, change: Callable[[frozenset[str]], AbstractSet[str]]) -> None:
+        with self._writing, storage_errors("Writing", self.path):
+            if not self._close.alive:  # the descriptor's number may be another file's
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            notes = frozenset(change(self.notes))
             _write(self._descriptor, notes)
             os.fsync(self._descriptor)
-        self.notes = notes
+            self.notes = notes
 
 
 def is_locked(folder: OpenFolder) -> bool:
@@ -189,6 +204,15 @@ def successor_in(notes: Iterable[str]) -> bytes | None:
         if note.startswith(SUCCESSOR):
             with suppress(ValueError):
                 return bytes.fromhex(note.removeprefix(SUCCESSOR))
+    return None
+
+
+def checkpoint_in(notes: Iterable[str]) -> tuple[int, str] | None:
+    """Return the step and the path of the newest checkpoint that notes name; None if they name none."""
+    for note in notes:
+        step, _, path = note.removeprefix(_CHECKPOINT).partition("-")
+        if note.startswith(_CHECKPOINT) and step.isascii() and step.isdigit() and len(step) < 20:
+            return int(step), os.fsdecode(unquote_to_bytes(path))
     return None
 
 

@@ -21,7 +21,7 @@ from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.storage.folders.replacement import flush_open
 from lightning_smartinfinity.storage.io.files import write_all
 
-__all__ = ["ARCHIVE", "OpenFolder", "Trust"]
+__all__ = ["ARCHIVE", "OpenFolder", "Trust", "refuse_foreign"]
 
 ARCHIVE = ".aside"
 """Suffix of the names of damaged files that were archived, and of jobs whose trainings were."""
@@ -100,7 +100,11 @@ class OpenFolder:
     def open(self, name: str, flags: int) -> int:
         """Open a regular file and return its descriptor; raises as :meth:`status`. A new file is private."""
         self.status(name)  # refuses a device before opening it, which can already change it
-        descriptor = os.open(name, flags | _FILE, 0o600, dir_fd=self.descriptor)
+        try:
+            descriptor = os.open(name, flags | _FILE, 0o600, dir_fd=self.descriptor)
+        except PermissionError:
+            refuse_foreign(self.path / name, parent=self.descriptor)
+            raise
         try:
             self._require_file(name, os.fstat(descriptor))
             os.set_blocking(descriptor, True)  # io_uring would not wait for the disk
@@ -245,6 +249,9 @@ def _open_folder(path: Path, parent: int | None) -> int:
                 "Remove it, and name the folder that it leads to as a storage folder.",
             ) from None
         raise
+    except PermissionError:
+        refuse_foreign(path, parent=parent)
+        raise
 
 
 def _owner_of(path: Path, descriptor: int, trust: Trust) -> int:
@@ -264,10 +271,23 @@ def _owner_of(path: Path, descriptor: int, trust: Trust) -> int:
     return status.st_uid
 
 
+def refuse_foreign(path: Path, *, parent: int | None = None) -> None:
+    """Raise StorageError if a path, which this user may not read, is another user's.
+
+    Args:
+        path: Path of a file or folder.
+        parent: Descriptor of the folder in which its last name is looked up; None to use the whole path.
+    """
+    with suppress(OSError):
+        owner = os.stat(str(path) if parent is None else path.name, dir_fd=parent, follow_symlinks=False).st_uid
+        if owner != os.geteuid():
+            raise _foreign(str(path), owner, os.geteuid())
+
+
 def _foreign(path: str, owner: int, wanted: int) -> StorageError:
     return StorageError(
         f"{path!r} belongs to user {_user(owner)}, and not to {_user(wanted)}.",
-        "Choose another TransferConfig(job=...) or storage folder, or remove it.",
+        "Choose another TransferConfig(job=...) or storage folder, or ask that user to remove it.",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -52,8 +51,6 @@ OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, MANIFEST_NAME + _NEW)
 _ARCHIVED = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ARCHIVE)}")
 
 T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 
 def rank_folder_path(storage: Path, *, job: str, rank: int) -> Path:
@@ -162,17 +159,16 @@ class RankFolder:
         return False
 
     def remove_leftover(self) -> None:
-        """Delete the store of an earlier process, if there is one; a damaged manifest of it is archived.
+        """Delete the store of an earlier process, if there is one.
 
         Raises:
+            StorageCorruptError: Its manifest is damaged, so it may be a store that somebody needs.
             StorageError: This package did not make a file that is in the way, or a file cannot be deleted.
         """
         manifest = self._earlier_manifest()
         with storage_errors("Removing the leftover of an earlier job in", self.path):
             owned = owned_names(self.inside, self._lock.notes, manifest)
             self._refuse_foreign(owned)
-            if manifest is None and MANIFEST_NAME in owned:
-                self._archive(MANIFEST_NAME)
             for name in owned:
                 self.inside.remove(name)
             self._lock.erase()
@@ -196,6 +192,14 @@ class RankFolder:
         notes = [note for note in self._lock.notes if note == ARCHIVED or note.startswith(SUCCESSOR)]
         if notes:
             self._lock.erase(*notes)
+
+    def note_checkpoint(self, path: str, *, step: int) -> None:
+        """Note which checkpoint of the training is the newest one, for when a part of the state is lost.
+
+        Raises:
+            StorageError: The lock cannot be written.
+        """
+        self._lock.note_checkpoint(path, step=step)
 
     def make_job(self, job: str) -> None:
         """Make the folder of another job in the same storage folder if it is missing, for :meth:`move`.
@@ -379,21 +383,16 @@ class RankFolder:
             return _make_below(self.path, job.descriptor, self._made_folders)
 
     def _earlier_manifest(self) -> Manifest | None:
-        """Return the manifest of an earlier store; None if it is missing, or is damaged and the lock names it.
+        """Return the manifest of an earlier store; None if it is missing.
 
         Raises:
-            StorageCorruptError: It is damaged, and its store is marked ``keep`` or the lock does not name it.
+            StorageCorruptError: It is damaged.
             StorageError: It cannot be read, is not trusted, or is of a newer version of this package.
         """
         with storage_errors("Reading", self.path / MANIFEST_NAME):
             if self.inside.status(MANIFEST_NAME) is None:
                 return None
-        try:
-            return read_manifest(self.inside)
-        except StorageCorruptError:
-            if MANIFEST_NAME not in self._lock.notes or KEPT in self._lock.notes:
-                raise
-            return None
+        return read_manifest(self.inside)
 
     def _holds_leftover(self) -> bool:
         """Return whether a readable manifest shows that the store there need not be kept."""
@@ -408,15 +407,6 @@ class RankFolder:
                     f"{str(self.path / name)!r} is in the way: neither a manifest nor the lock there names it.",
                     "Remove it if it is no longer needed, or choose another TransferConfig(job=...).",
                 )
-
-    def _archive(self, name: str) -> None:
-        archived = self.inside.archive_name(name)
-        self.inside.rename(name, archived)
-        _log.warning(
-            "%r, left by an earlier job, is damaged and was renamed to %r; the state next to it was removed.",
-            str(self.path / name),
-            archived,
-        )
 
     def _expect(self, *names: str) -> None:
         """Note that files are about to be made, so that :meth:`discard`, or a later process, deletes them."""

@@ -41,7 +41,9 @@ class Plan:
         successor: Job id of the stores that are filled from what is archived; None if there are none.
         step: Step after which the training was interrupted.
         replaced: Step after which the replaced training was interrupted; None if no resumable training is replaced.
+        replaces_damaged: Whether what is replaced could not be resumed, because it was damaged or lacked a part.
         is_damaged: Whether nothing can be resumed from what is archived, because manifests or records are damaged.
+        lost_storage: Storage folders with missing parts of what is archived, without which it cannot be resumed.
     """
 
     job: str
@@ -52,7 +54,9 @@ class Plan:
     successor: bytes | None = None
     step: int = 0
     replaced: int | None = None
+    replaces_damaged: bool = False
     is_damaged: bool = False
+    lost_storage: tuple[str, ...] = ()
 
     def moved_by(self, rank: int) -> list[Part]:
         """Return the parts that a rank moves."""
@@ -87,8 +91,8 @@ def plan_archiving(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequenc
 
     Raises:
         StorageError: A store in the way, or archived before, is marked ``keep``; a training was resumed from what was
-            archived before; a part of the training to move is missing; or a damaged training would replace one that
-            can be resumed.
+            archived before; another machine may have a part of the training to move; or a training that is damaged, or
+            lacks a part, would replace one that can be resumed.
     """
     movers = movers_of(seen)
     archive, of_job = f"{job}{ARCHIVE}", {part: rank for part, rank in movers.items() if part.job == job}
@@ -99,9 +103,9 @@ def plan_archiving(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequenc
     for training in trainings_in(movers, job, archive):
         begun = len(training.parts_in(job)) < len(training.parts)  # a kill interrupted the move
         if in_the_way.intersection(training.parts) or (begun and training.condition in _MAY_HAVE_STEPS):
-            if training.condition is Condition.TORN:
+            if training.condition is Condition.TORN and not training.lost_storage:
                 raise _torn(training, job)
-            if training.condition in _MAY_HAVE_STEPS:
+            if training.condition is not Condition.NO_STEP:
                 moved.append(training)
     whole = {part for training in moved for part in training.parts}
     # The rest is of ranks that no longer exist, or that ran on another machine. Other ranks replace their own parts.
@@ -113,8 +117,8 @@ def plan_archiving(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequenc
         return Plan(job=archive, deleted=unused, left=left)
     deleted, replaced = _replaced(movers, archive, whole)
     is_damaged = all(training.condition is Condition.DAMAGED for training in moved)
-    if is_damaged and replaced is not None:
-        raise _damaged_beside_resumable(moved[0], job)
+    if replaced is not None and not any(training.condition is Condition.RESUMABLE for training in moved):
+        raise _useless_beside_resumable(moved[0], job)
     return Plan(
         job=archive,
         moved=tuple(dict.fromkeys((movers[part], part) for training in moved for part in training.parts_in(job))),
@@ -122,7 +126,9 @@ def plan_archiving(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequenc
         left=left,
         step=max(training.step for training in moved),
         replaced=replaced,
+        replaces_damaged=bool(deleted) and replaced is None,
         is_damaged=is_damaged,
+        lost_storage=tuple(dict.fromkeys(storage for training in moved for storage in training.lost_storage)),
     )
 
 
@@ -181,6 +187,7 @@ def plan_putting_together(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
     moved: list[Part] = []
     for other in jobs_beside(job)[1:]:
         for training in trainings_in(movers, job, other):
+            can_resume = can_resume or training.condition is Condition.TORN  # the error then names what is missing
             can_resume = can_resume or (training.point is not None and training.missing is None)
             if training.condition is Condition.RESUMABLE:
                 moved += training.parts_in(other)
@@ -268,9 +275,11 @@ def _torn(training: Training, job: str) -> StorageError:
     )
 
 
-def _damaged_beside_resumable(training: Training, job: str) -> StorageError:
+def _useless_beside_resumable(training: Training, job: str) -> StorageError:
+    lost = ", ".join(map(repr, training.lost_storage))
+    why = f"which lacks its part in {lost}" if lost else "whose manifest or records are damaged"
     return StorageError(
-        f"{str(training.parts[0].path)!r} holds an interrupted training whose manifest or records are damaged. It is "
+        f"{str(training.parts[0].path)!r} holds an interrupted training {why}. It is "
         f"not deleted, and it does not replace the training in the job {job + ARCHIVE!r}, which can be resumed.",
         f"Remove one of them, with {_removal(training, job)} or {_removal(training, job + ARCHIVE)}, or choose another "
         "TransferConfig(job=...).",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -13,16 +13,27 @@ from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.settings import JOB_NAME
-from lightning_smartinfinity.storage.folders.lock import KEPT, LOCK_NAME, is_locked, read_lock
+from lightning_smartinfinity.storage.folders.lock import KEPT, LOCK_NAME, checkpoint_in, is_locked, read_lock
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
-from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust, refuse_foreign
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, RankFolder, open_rank_folder
 from lightning_smartinfinity.storage.io.files import bounded, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.state.lost_parts import FoundPart, lost_parts
 from lightning_smartinfinity.storage.state.parts import points_of
 from lightning_smartinfinity.storage.state.recovery import records_of
 
-__all__ = ["UNKNOWN_RANK", "Job", "JobFolder", "absent_state", "find_job", "find_jobs", "is_rank_folder", "remove_job"]
+__all__ = [
+    "UNKNOWN_RANK",
+    "Job",
+    "JobFolder",
+    "absent_state",
+    "find_job",
+    "find_jobs",
+    "is_rank_folder",
+    "remove_job",
+    "with_lost_parts",
+]
 
 _RANK_FOLDER = re.compile(r"rank-([0-9]{5,})")
 UNKNOWN_RANK = -1
@@ -51,6 +62,8 @@ class JobFolder:
         world_size: Number of ranks of the job, from the manifest; 0 if unknown.
         problem: Why the folder cannot be read, or None.
         damaged: Whether the problem is damage, and not a folder that is refused or belongs to another user.
+        lost: Whether the problem is that the rank's state lacks the part in another storage folder.
+        part: What was found of the rank's state; None if there is none, or it is another user's.
     """
 
     path: Path
@@ -65,6 +78,8 @@ class JobFolder:
     world_size: int = 0
     problem: str | None = None
     damaged: bool = False
+    lost: bool = False
+    part: FoundPart | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +138,12 @@ class Job:
         records = [folder for folder in self.folders if folder.generation is not None]
         steps = [folder.resumable_step for folder in records if folder.resumable_step is not None]
         complete = len(steps) == len(records) == max((folder.world_size for folder in records), default=0)
-        return min(steps) if complete and steps and not self.in_use else None
+        return min(steps) if complete and steps and not (self.in_use or self.lost) else None
+
+    @property
+    def lost(self) -> bool:
+        """Whether state of one of its ranks lacks the part in another storage folder."""
+        return any(folder.lost for folder in self.folders)
 
     @property
     def damaged(self) -> bool:
@@ -164,6 +184,34 @@ def find_job(storage: Path, name: str) -> Job | None:
     """Return the job of this name in a storage folder, or None. The storage folder itself need not be readable."""
     folders = tuple(_folders_of(storage / name))
     return Job(storage=storage, name=name, folders=folders) if folders else None
+
+
+@bounded("Looking for the other storage folders of")
+def with_lost_parts(storage: Path, jobs: Sequence[Job]) -> list[Job]:
+    """Return jobs, of which the folders of ranks with missing parts say so as their problem.
+
+    Args:
+        storage: A storage folder, for the error if the disk does not answer.
+        jobs: The jobs in all storage folders that the user named.
+
+    Raises:
+        StorageTimeoutError: The disk does not answer.
+    """
+    stores: dict[tuple[str, bytes, int], dict[int, FoundPart]] = {}
+    for part in (folder.part for job in jobs for folder in job.folders):
+        if part is not None:
+            stores.setdefault(_store_of(part), {}).setdefault(part.manifest.device, part)
+    errors = {store: lost_parts(list(parts.values())) for store, parts in stores.items()}
+
+    def told(folder: JobFolder) -> JobFolder:
+        error = None if folder.part is None or folder.problem else errors[_store_of(folder.part)]
+        return folder if error is None else replace(folder, problem=f"{error.problem} {error.remedy}", lost=True)
+
+    return [replace(job, folders=tuple(map(told, job.folders))) for job in jobs]
+
+
+def _store_of(part: FoundPart) -> tuple[str, bytes, int]:
+    return part.job, part.manifest.job, part.manifest.rank
 
 
 def absent_state(jobs: Sequence[Job]) -> str | None:
@@ -228,12 +276,21 @@ def _folders_of(path: Path) -> Iterator[JobFolder]:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        yield JobFolder(path=path, rank=UNKNOWN_RANK, problem=f"Listing {str(path)!r}: {error.strerror}.")
+        yield JobFolder(path=path, rank=UNKNOWN_RANK, problem=_why_not_listed(path, error))
         return
     for name in names:
         found = _RANK_FOLDER.fullmatch(name)
         if found is not None:
             yield _looked_at(path / name, rank=int(found[1]))
+
+
+def _why_not_listed(path: Path, error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        try:
+            refuse_foreign(path)
+        except StorageError as foreign:
+            return foreign.problem
+    return f"Listing {str(path)!r}: {error.strerror}."
 
 
 def _looked_at(path: Path, *, rank: int) -> JobFolder:
@@ -250,7 +307,7 @@ def _looked_at(path: Path, *, rank: int) -> JobFolder:
                 written=max((status.st_mtime for status in files), default=os.fstat(folder.descriptor).st_mtime),
                 kept=KEPT in notes,
             )
-            return _with_generation(seen, folder)
+            return _with_generation(seen, folder, notes)
     except StorageError as error:
         return _failed(JobFolder(path=path, rank=rank), error)
 
@@ -259,12 +316,15 @@ def _failed(seen: JobFolder, error: StorageError) -> JobFolder:
     return replace(seen, problem=error.problem, damaged=isinstance(error, StorageCorruptError))
 
 
-def _with_generation(seen: JobFolder, folder: OpenFolder) -> JobFolder:
+def _with_generation(seen: JobFolder, folder: OpenFolder, notes: Collection[str]) -> JobFolder:
     if folder.status(MANIFEST_NAME) is None:
         return seen
     try:
         manifest = read_manifest(folder)
         seen = replace(seen, kept=seen.kept or manifest.keep, world_size=manifest.world_size)
+        if not _is_foreign(folder):
+            storage, job = folder.path.parents[1], folder.path.parent.name
+            seen = replace(seen, part=FoundPart(storage, job, manifest, checkpoint_in(notes)))
         seen = replace(seen, generation=_generation(folder, manifest))
         points = frozenset() if seen.generation is None else points_of(folder, manifest)
         return replace(seen, resumable_step=max(points).step) if points else seen
@@ -274,11 +334,14 @@ def _with_generation(seen: JobFolder, folder: OpenFolder) -> JobFolder:
 
 def _generation(folder: OpenFolder, manifest: Manifest) -> int | None:
     # Another user's manifest may give records a size beyond this machine's memory.
-    foreign = os.fstat(folder.descriptor).st_uid != os.geteuid()
-    if foreign or folder.status(COMMIT_NAME) is None:
+    if _is_foreign(folder) or folder.status(COMMIT_NAME) is None:
         return None
     intact = records_of(folder, manifest).intact
     return intact[0].generation if intact else -1
+
+
+def _is_foreign(folder: OpenFolder) -> bool:
+    return os.fstat(folder.descriptor).st_uid != os.geteuid()
 
 
 def _regular(folder: OpenFolder, name: str) -> os.stat_result | None:

@@ -47,6 +47,17 @@ class Training:
     missing: tuple[int, int] | None
 
     @property
+    def lost_storage(self) -> list[str]:
+        """The storage folders on this machine that lack a part of it; none if another machine may have the part."""
+        first, folders_of = self.parts[0], {part.rank: part.folders for part in self.parts}
+        if self.missing is None or (first.num_machines != 1 and len(folders_of) < first.world_size):
+            return []
+        folders_of.setdefault(self.missing[0], first.folders)  # on one machine, all ranks have the same
+        present = {_place_of(part, first) for part in self.parts}
+        places = ((rank, device) for rank, folders in folders_of.items() for device in range(len(folders)))
+        return list(dict.fromkeys(folders_of[rank][device] for rank, device in places if (rank, device) not in present))
+
+    @property
     def step(self) -> int:
         """Step after which it was interrupted; 0 before the first step, or if unknown."""
         return 0 if self.point is None or self.point.number == 0 else self.point.step
@@ -92,7 +103,7 @@ def _training_of(
     points = [part.points for part in readable if part.device == 0]
     point = max(frozenset.intersection(*points), default=None) if points else None
     nothing_saved = bool(points) and (point is None or point.number == 0)
-    hides_steps = nothing_saved and any(part.is_damaged for part in readable)
+    hides_steps = nothing_saved and any(part.is_damaged for part in parts)
     if (nothing_saved and not hides_steps) or (missing is not None and _is_gone(*missing, parts, around)):
         condition = Condition.NO_STEP
     elif missing is not None:

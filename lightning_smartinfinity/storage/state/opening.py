@@ -21,6 +21,7 @@ from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.storage.state.commit_record import no_record, record_bytes
+from lightning_smartinfinity.storage.state.lost_parts import refuse_lost, require_present
 from lightning_smartinfinity.storage.state.recovery import (
     BEGIN_ANEW,
     common_manifest,
@@ -63,12 +64,8 @@ def claim_folders(folders: Sequence[Path], *, job: str, rank: int, create: bool,
     for folder in folders:
         # Absolute: the process may change its working directory before it removes the folder.
         path = rank_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
-        if not create and not os.path.lexists(path):
-            raise StorageError(
-                f"There is no optimizer state in {str(path)!r}.",
-                "Check the storage folder and the job, or leave ckpt_path out to begin anew. If another machine has "
-                "that folder, start the machines in the order of before, or copy it here (cp -r).",
-            )
+        if not create:
+            require_present(path, among=folders)
         claimed.append(RankFolder(path, create=create))
         undo.callback(claimed[-1].discard)
     return claimed
@@ -258,6 +255,7 @@ def find_resumable(
     """
 
     def look() -> tuple[Manifest, list[TrainingRecord]]:
+        refuse_lost(folders, job=job, rank=rank)
         with ExitStack() as claims:
             claimed = claim_folders(folders, job=job, rank=rank, create=False, undo=claims)
             inside = [folder.inside for folder in claimed]

@@ -327,6 +327,16 @@ class StateStore:
         for device, folder in enumerate(self._folders):
             folder.write_manifest(self.manifest.for_device(device))
 
+    def note_checkpoint(self, path: str, *, step: int) -> None:
+        """Note in every folder which checkpoint of the training is the newest one.
+
+        Raises:
+            StorageError: A note could not be written.
+        """
+        with io_limit(self._io_timeout):
+            for folder in self._folders:
+                limited("Writing", folder.path, folder.note_checkpoint, path, step=step)
+
     def close(self, *, remove: bool) -> None:
         """Close the files and release the lock; idempotent.
 

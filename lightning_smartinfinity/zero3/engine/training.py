@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -21,7 +22,7 @@ from deepspeed.runtime.utils import is_optimized_parameter
 from lightning_smartinfinity.common.freed_memory import return_freed_memory
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.common.transformers_models import describe_models
-from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
+from lightning_smartinfinity.errors import CheckpointError, StorageError, UnsupportedError
 from lightning_smartinfinity.settings.rules import shown
 from lightning_smartinfinity.settings.strategy import check_save_path
 from lightning_smartinfinity.storage.io.deadlines import io_limit
@@ -266,6 +267,7 @@ class SmartInfinityEngine(PortableEngine):
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         return_freed_memory()  # memory kept for the next step on a CPU: the save needs its own
         with io_limit(self._offload.transfer.io_timeout), ExitStack() as save:
+            save.enter_context(self._noting(save_dir))
             pinned = self.saves.begin(save_dir, save)
             group = background_group() if pinned is not None else None
             staging = save.enter_context(replacing(save_dir, tag, closing_group=group))
@@ -296,6 +298,14 @@ class SmartInfinityEngine(PortableEngine):
                 stacklevel=2,
             )
         return saved
+
+    @contextmanager
+    def _noting(self, path: str | Path) -> Iterator[None]:
+        """Note the checkpoint on storage when this context ends well, for when a storage folder is lost."""
+        step = self.global_steps
+        yield
+        with suppress(StorageError):  # the checkpoint itself is whole
+            self.optimizer.rank_state.handler.note_checkpoint(os.path.abspath(path), step=step)
 
     def _copy_recovery_script(self, save_path: str) -> None:
         # The base class calls this on rank zero only; if it raised there, the other ranks would wait. _write_beside

@@ -80,8 +80,8 @@ class _Spot(NamedTuple):
 def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_device: bool = False) -> list[Place]:
     """Return the places of folders, which need not exist yet. Collective.
 
-    Two folders are in one place if one rank sees, in its own folder or under the path of the other rank's folder, a file
-    that the other has written there. Nothing is written if all ranks see the same folder.
+    Two folders are in one place if one rank sees a file that the other has written to its folder, in its own folder or
+    under the path of the other. Nothing is written if all ranks see the same folder.
 
     Args:
         folders: This rank's folders. Other ranks may pass different folders, and another number of them.

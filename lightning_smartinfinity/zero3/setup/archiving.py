@@ -70,17 +70,24 @@ def _told(plan: Plan) -> str:
     """Return the message to users about a training that was archived."""
     path, job = str(plan.moved[0][1].path), plan.job
     removal = f"to remove it, run: smart-infinity jobs {' '.join(map(str, plan.storage))} --remove {job}"
+    if plan.lost_storage:
+        lost = ", ".join(map(repr, plan.lost_storage))
+        return (
+            f"{path!r} holds a part of an interrupted training, whose part in {lost} cannot be found. Nothing was "
+            f"deleted: what is here was moved to the job {job!r}. To resume it, mount {lost}, and fit with "
+            f"ckpt_path='storage' and transfer={{'job': {job!r}}}. The next one that is moved replaces it; {removal}"
+        )
     if plan.is_damaged:
         return (
             f"{path!r} holds an interrupted training that cannot be resumed, because its manifest or records are "
             f"damaged. It was not deleted but moved to the job {job!r}. The next one that is moved replaces it; "
             f"{removal}"
         )
-    replaced = (
-        ""
-        if plan.replaced is None
-        else f", and replaced the one there, which was interrupted after step {plan.replaced}"
-    )
+    replaced = ""
+    if plan.replaced is not None:
+        replaced = f", and replaced the one there, which was interrupted after step {plan.replaced}"
+    elif plan.replaces_damaged:
+        replaced = ", and replaced the one there, which was damaged or incomplete"
     return (
         f"{path!r} holds a training that was interrupted after step {plan.step}. It was moved to the job {job!r}"
         f"{replaced}. The next one that is moved replaces it. To resume it, fit with ckpt_path='storage' and "

@@ -1,0 +1,132 @@
+"""Finds out which storage folders of a rank's state are missing, and explains how to go on without them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.storage.folders.lock import checkpoint_in, read_lock
+from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
+from lightning_smartinfinity.storage.folders.open_folder import Trust, refuse_foreign
+from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder, rank_folder_path
+
+__all__ = ["FoundPart", "lost_parts", "refuse_lost", "require_present"]
+
+
+class FoundPart(NamedTuple):
+    """A part of a rank's state that was found.
+
+    Args:
+        storage: The storage folder in which it was found.
+        job: ``TransferConfig.job``.
+        manifest: The manifest there.
+        checkpoint: Step and path of the training's newest checkpoint; None if unknown.
+    """
+
+    storage: Path
+    job: str
+    manifest: Manifest
+    checkpoint: tuple[int, str] | None
+
+
+def lost_parts(parts: Sequence[FoundPart]) -> StorageError | None:
+    """Return an error that names the missing parts of a rank's state, and how to go on; None if all are there.
+
+    A part that was not found is looked for in the storage folder that the manifests name.
+
+    Args:
+        parts: The parts of one store of one rank that were found, at least one, each once.
+    """
+    first = parts[0].manifest
+    found = {part.manifest.device: part.storage for part in parts}
+    missing = [
+        Path(storage)
+        for device, storage in enumerate(first.folders)
+        if device not in found and not _has_part(Path(storage), parts[0].job, first, device)
+    ]
+    if not missing:
+        return None
+    here = [str(found.get(device, storage)) for device, storage in enumerate(first.folders)]
+    left = [storage for storage in here if Path(storage) not in missing]
+    lost = ", ".join(repr(str(rank_folder_path(storage, job=parts[0].job, rank=first.rank))) for storage in missing)
+    drives = ", ".join(repr(str(storage)) for storage in missing)
+    return StorageError(
+        f"{lost} cannot be found: of the {len(first.folders)} storage folders of this optimizer state, "
+        f"{list(first.folders)!r}, {drives} lacks its part.",
+        f"Mount {drives}. If it is lost, go on {_from_checkpoint(parts)} with the other folders: storage={left!r}.",
+    )
+
+
+def _from_checkpoint(parts: Iterable[FoundPart]) -> str:
+    step, path = max((part.checkpoint for part in parts if part.checkpoint is not None), default=(0, ""))
+    if not path:
+        return "from a checkpoint, or begin anew,"
+    if not os.path.isdir(path):
+        return f"from a checkpoint (the newest, {path!r} after step {step}, is gone)"
+    return f"from the newest checkpoint, after step {step}: ckpt_path={path!r},"
+
+
+def _has_part(storage: Path, job: str, like: Manifest, device: int) -> bool:
+    try:
+        with closing(open_rank_folder(rank_folder_path(storage, job=job, rank=like.rank), trust=Trust.ANY)) as folder:
+            if folder.status(MANIFEST_NAME) is None:
+                return False
+            manifest = read_manifest(folder)
+            return (manifest.job, manifest.device) == (like.job, device)
+    except OSError:
+        return False
+    except StorageError:  # it is there, and whoever opens it learns what is wrong with it
+        return True
+
+
+def refuse_lost(folders: Sequence[Path], *, job: str, rank: int) -> None:
+    """Check that no part of a rank's state is missing, as far as the manifests in these storage folders tell.
+
+    Raises:
+        StorageError: Parts are missing.
+    """
+    found = list(_found_in(folders, job, rank))
+    same = [part for part in found if part.manifest.job == found[0].manifest.job]
+    error = lost_parts(same) if same else None
+    if error is not None:
+        raise error
+
+
+def _found_in(folders: Sequence[Path], job: str, rank: int) -> Iterable[FoundPart]:
+    for storage in map(Path, map(os.path.abspath, folders)):
+        with (
+            suppress(OSError, StorageError),  # whoever opens it learns what is wrong with it
+            closing(open_rank_folder(rank_folder_path(storage, job=job, rank=rank))) as folder,
+        ):
+            _, notes = read_lock(folder)
+            yield FoundPart(storage, job, read_manifest(folder), checkpoint_in(notes))
+
+
+def require_present(path: Path, *, among: Collection[Path]) -> None:
+    """Check that a rank's folder exists.
+
+    Args:
+        path: Path of the folder.
+        among: The storage folders of the rank.
+
+    Raises:
+        StorageError: It is missing, or another user's.
+    """
+    try:
+        os.lstat(path)
+    except PermissionError:
+        for folder in (path.parent, path.parents[1]):
+            if not os.access(folder, os.X_OK):
+                refuse_foreign(folder)
+        raise StorageError(f"{str(path)!r} cannot be read: permission denied.", "Check the folder's mode.") from None
+    except OSError:
+        refuse_lost(list(among), job=path.parent.name, rank=int(path.name.removeprefix("rank-")))
+        raise StorageError(
+            f"There is no optimizer state in {str(path)!r}.",
+            "Check the storage folder and the job, or leave ckpt_path out to begin anew. If another machine has "
+            "that folder, start the machines in the order of before, or copy it here (cp -r).",
+        ) from None
