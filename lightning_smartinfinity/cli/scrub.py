@@ -86,10 +86,12 @@ def _scrub(options: argparse.Namespace, show: Show, say: Callable[[str], None]) 
     from lightning_smartinfinity.storage.io.files import limited
 
     paths, name = options.paths, options.job
-    found = limited("Looking at", paths[0], lambda: [job for path in paths for job in _jobs_at(path)])
-    jobs = [job for job in found if name in (None, job.name)]
+    jobs, unread = limited("Looking at", paths[0], _found_at, paths)
+    jobs = [job for job in jobs if name in (None, job.name)]
     if jobs:
-        return scrub_jobs(jobs, show=show, say=say)
+        found = scrub_jobs(jobs, show=show, say=say)
+        found.unknown.extend(unread)
+        return found
     if name is not None or len(paths) != 1:
         raise StorageError(
             f"There is no optimizer state{'' if name is None else f' of the job {name!r}'} in "
@@ -107,11 +109,14 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = 
         show: Function that shows the progress.
         say: Function that gets a sentence about each rank that was read.
     """
-    from lightning_smartinfinity.storage.jobs.jobs import absent_state
+    from lightning_smartinfinity.storage.jobs.jobs import absent_state, with_lost_parts
 
     found = Found()
+    jobs = with_lost_parts(jobs[0].storage, jobs) if jobs else jobs
     for folder in (folder for job in jobs for folder in job.folders if folder.problem is not None):
-        (found.damaged if folder.damaged else found.unknown).append(str(folder.problem))
+        sentences = found.damaged if folder.damaged else found.unknown
+        if folder.problem not in sentences:  # of a lost part, each of the others says so
+            sentences.append(str(folder.problem))
     for scrubbed in _scrubbed(jobs, show):
         if scrubbed.num_extents:
             folders = ", ".join(map(str, scrubbed.folders))
@@ -122,6 +127,20 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = 
         absent = absent_state([job for job in jobs if job.name == name])
         found.unknown.extend([] if absent is None else [absent])
     return found
+
+
+def _found_at(paths: Sequence[Path]) -> tuple[list[Job], list[str]]:
+    """Return the jobs at several paths, and why some of the paths cannot be read; if there is only one, raise that."""
+    jobs: list[Job] = []
+    unread: list[str] = []
+    for path in paths:
+        try:
+            jobs += _jobs_at(path)
+        except StorageError as error:
+            if len(paths) == 1:
+                raise
+            unread.append(str(error))
+    return jobs, unread
 
 
 def _jobs_at(path: Path) -> list[Job]:
