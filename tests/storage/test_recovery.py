@@ -41,6 +41,7 @@ from lightning_smartinfinity.storage.state.parts import find_parts
 from lightning_smartinfinity.storage.state.recovery import records_of
 from lightning_smartinfinity.storage.state.scrub import scrub_rank
 from tests.helpers import power_loss
+from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind
 from tests.storage.makers import commit_generation, create, left, manifest_with, recovered, write_generation
 
@@ -300,6 +301,23 @@ def test_a_damaged_training_record_of_two(tmp_path: Path) -> None:
         assert [record.step for record in find_resumable([tmp_path], job="default", rank=0)[1]] == [2]
     (sentence,) = scrub_rank([damaged.parent], rank=0, show=hidden).unknown
     assert str(damaged) in sentence and "step 2" in sentence
+
+
+def test_a_flipped_bit_in_a_training_record(tmp_path: Path, attack: Attack) -> None:
+    """A scrub names the record that is damaged, whichever bit it is."""
+    folder, tries = recorded(tmp_path, num_records=2), 0
+    for name in ("training-0.bin", "training-1.bin"):
+        content = (folder / name).read_bytes()
+        for at in range(len(content)):
+            changed = bytearray(content)
+            changed[at] ^= 1 << at % 8
+            (folder / name).write_bytes(changed)
+            (sentence,) = scrub_rank([folder], rank=0, show=hidden).unknown
+            assert name in sentence and "goes on from step" in sentence, at
+            tries += 1
+        (folder / name).write_bytes(content)
+    assert scrub_rank([folder], rank=0, show=hidden).unknown == ()
+    attack("bit flip in a training record, before a scrub", tries=tries, outcome="the scrub names the record")
 
 
 def test_training_records_whose_content_is_not_ours(tmp_path: Path) -> None:
