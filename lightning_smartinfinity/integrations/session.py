@@ -74,6 +74,7 @@ class TrainingSession(ABC):
         self._settings = self._asked = settings
         self._planned: Planned | None = None
         self._planned_for: weakref.ref[torch.nn.Module] | None = None
+        self._own_hyperparameters = False
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         self._local_world_size, self._on_cuda = 1, False
         # The engine of the last training. Later runs may replace the strategy's engine, but only this one can save.
@@ -107,6 +108,16 @@ class TrainingSession(ABC):
             self._parameters.leave(self)
             self._parameters = None
         end_watch(self._watch)
+
+    def use_new_hyperparameters(self) -> None:
+        """Make a training that resumes use the script's learning rate, weight decay, betas and schedules.
+
+        Call this before the training is set up. Otherwise a resumed training keeps the values that were saved, even if
+        the script sets others. The state of the optimizer, such as its moments, is kept. Schedulers of torch take as
+        many steps at once as the saved ones had taken, so that the learning rate is that of a training that had the
+        new values from its first step. A ``ReduceLROnPlateau`` keeps its counters, and begins at the new rate.
+        """
+        self._own_hyperparameters = True
 
     def drain(self) -> None:
         """Wait until every rank has committed the last step; with ``overlap`` its update may still be running.
@@ -307,6 +318,7 @@ class TrainingSession(ABC):
             feed_back_threads=feed_back_threads(settings.transfer.compute_threads, self._local_world_size),
             resumes=self._fit_record is not None and self._fit_record.resumes,
             records=self._fit_record is not None and self._fit_record.automatic,
+            own_hyperparameters=self._own_hyperparameters,
             check_record=bool if self._fit_record is None else self._fit_record.check,
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
@@ -428,6 +440,14 @@ class TrainingSession(ABC):
             return set()
         idle._close_state(since=since)
         return {idle}
+
+    def _removes_state(self) -> bool:
+        """Return whether the set-up of the next training removes the state of an earlier one of this process."""
+        settings, idle = self._settings, None
+        if settings.storage is not None:
+            idle = _IDLE.get((settings.storage, settings.transfer.job), lambda: None)()
+        states = [one._rank_state for one in (self, idle) if one is not None]
+        return any(state is not None and state.is_open and not state.keeping.stays for state in states)
 
     def _become_idle(self, *, completed: bool) -> None:
         """Mark training as over; its state stays readable until the next training on the same storage.

@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.resume.record_content import content_of, read_content
 from lightning_smartinfinity.resume.typed_json import UnwritableError
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings.strategy import StrategySettings
-from lightning_smartinfinity.zero3.untyped import ClientState
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.storage.records.training_record import TrainingRecord
     from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+    from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 
-__all__ = ["STORAGE", "FitRecord", "RecordWriter"]
-
-STORAGE = "storage"
-"""Takes the place of a checkpoint's path where an interrupted training resumes from its state on storage."""
+__all__ = ["FitRecord", "RecordWriter", "loop_in"]
 
 _log = logging.getLogger(__name__)
 
@@ -139,6 +140,8 @@ class FitRecord:
 
     Args:
         how_to_resume: Half a sentence that says what the user calls to go on after an interruption.
+        how_to_save: The user's calls that save a model, after a training that was complete.
+        how_to_change: Half a sentence that says what the user calls to resume with new hyperparameters.
         gap: Half a sentence that says why several steps may come between two records.
         automatic: Whether records are written without a call by the user.
 
@@ -150,8 +153,11 @@ class FitRecord:
 
     loop_keys: frozenset[str] = frozenset()
 
-    def __init__(self, *, how_to_resume: str, gap: str, automatic: bool) -> None:
-        self._how_to_resume, self._gap = how_to_resume, gap
+    def __init__(
+        self, *, how_to_resume: str, how_to_change: str, gap: str, automatic: bool, how_to_save: str = ""
+    ) -> None:
+        self._how_to_resume, self._how_to_save, self._gap = how_to_resume, how_to_save, gap
+        self._how_to_change = how_to_change
         self.automatic = automatic
         self.resumes = False
         self._writer: RecordWriter | None = None
@@ -160,6 +166,19 @@ class FitRecord:
     def is_on(self) -> bool:
         """Whether records of a training are being written."""
         return self._writer is not None
+
+    @staticmethod
+    def require_keeping(transfer: TransferConfig, *, what: str) -> None:
+        """Check that the settings keep the state of an interrupted training; arguments as for :meth:`resume_next`.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        if not transfer.is_resumable:
+            raise ConfigError(
+                f"{what} resumes from storage, but the settings ask to keep nothing to resume from.",
+                "Leave keep=False and durability='none' out of the transfer settings, as in the first run.",
+            )
 
     def resume_next(self, transfer: TransferConfig, *, what: str) -> None:
         """Make the next training that is set up resume from storage.
@@ -171,11 +190,7 @@ class FitRecord:
         Raises:
             ConfigError: The settings ask to keep nothing.
         """
-        if not transfer.is_resumable:
-            raise ConfigError(
-                f"{what} resumes from storage, but the settings ask to keep nothing to resume from.",
-                "Leave keep=False and durability='none' out of the transfer settings, as in the first run.",
-            )
+        self.require_keeping(transfer, what=what)
         self.resumes = True
 
     def begin(self, engine: SmartInfinityEngine, transfer: TransferConfig, *, says: bool) -> None:
@@ -208,16 +223,49 @@ class FitRecord:
 
     def say_how_to_resume(self, settings: StrategySettings) -> None:
         """Log where an interrupted training's state stays, and how to resume or remove it."""
-        folders, job = " ".join(map(str, settings.storage or ())), settings.transfer.job
-        _log.warning(
-            "The training was interrupted, and its state stays in %s (job %r). To go on where it stopped, %s. To "
-            "remove the state, run: smart-infinity jobs %s --remove %s",
-            folders,
-            job,
-            self._how_to_resume,
-            folders,
-            job,
+        self._say(settings, "The training was interrupted", f"To go on where it stopped, {self._how_to_resume}")
+
+    def say_how_to_save(self, settings: StrategySettings) -> None:
+        """Log where the state of a complete training stays because an error prevented the save of its model."""
+        self._say(
+            settings,
+            "The training was complete, but an error ended the script before the model was saved",
+            f"To save it, {self._how_to_resume}: the training ends at once, and {self._how_to_save} saves the model",
         )
+
+    def _say(self, settings: StrategySettings, event: str, remedy: str) -> None:
+        from lightning_smartinfinity.zero3.setup.found_training import archived_bytes
+
+        folders, job = " ".join(map(str, settings.storage or ())), settings.transfer.job
+        remove = f"run: smart-infinity jobs {folders} --remove "
+        archive, num_bytes = archived_bytes(settings)
+        before = f" An earlier interrupted training takes {num_bytes / 2**20:.2f} MiB there. To remove it, {remove}"
+        _log.warning(
+            "%s, and its state stays in %s (job %r). %s. To remove the state, %s%s%s",
+            event,
+            folders,
+            job,
+            remedy,
+            remove,
+            job,
+            f".{before}{archive}" if num_bytes else "",
+        )
+
+    def end_fit(self, settings: StrategySettings, rank_state: RankState | None, *, completed: bool, says: bool) -> None:
+        """Stop recording, and log how to resume if the training was interrupted and its state is kept.
+
+        Args:
+            settings: The training's settings.
+            rank_state: The rank's open storage and state; None if nothing was trained.
+            completed: Whether the training came to its end. A later error may leave its state, too.
+            says: Whether this process logs the message.
+        """
+        if self.is_on and says and rank_state is not None:
+            if completed:
+                rank_state.keeping.told = partial(self.say_how_to_save, settings)
+            elif rank_state.keeping.stays:
+                self.say_how_to_resume(settings)
+        self.end()
 
     def check(self, record: TrainingRecord) -> None:
         """Check that :meth:`restore` can read a record, before anything on storage moves.
@@ -240,10 +288,24 @@ class FitRecord:
         from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
         loop: ClientState = {}
-        frozen = frozen_checksum(engine.module)
+        frozen, own = frozen_checksum(engine.module), engine.optimizer.configured
         with raising_together():
             loop = _restore(engine, frozen=frozen)
+        self._warn_of_changes(engine.optimizer.configured, own)
         return loop
+
+    def _warn_of_changes(self, saved: list[SavedState], own: list[SavedState]) -> None:
+        """Warn on the first rank if the training keeps other hyperparameters than the script sets."""
+        from lightning_smartinfinity.zero3.optimizer.hyperparameters import describe_changes
+
+        changes = describe_changes(saved, own)
+        if changes and dist.get_rank() == 0:
+            now, before = (", ".join(dict.fromkeys(column)) for column in zip(*changes, strict=True))
+            warnings.warn(
+                f"The script sets {now}, but the training that it resumes began with {before}, and keeps that. To "
+                f"train on with the new value{'s' if changes[1:] else ''}, {self._how_to_change}.",
+                stacklevel=4,
+            )
 
     def end(self) -> None:
         """Record no longer."""
@@ -258,3 +320,12 @@ def _restore(engine: SmartInfinityEngine, *, frozen: int) -> ClientState:
     of_engine, loop = read_content(record)
     restore_engine(engine, of_engine, frozen=frozen)
     return loop
+
+
+def loop_in(record: TrainingRecord) -> ClientState:
+    """Return the loop's part of a training record.
+
+    Raises:
+        StorageCorruptError: The record cannot be read.
+    """
+    return read_content(record)[1]

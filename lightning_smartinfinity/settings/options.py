@@ -99,12 +99,15 @@ _ANYWHERE = {
 }
 _TRAINER = _ANYWHERE | {
     "bf16 fp16 precision precision_plugin": "Pass Trainer(precision=...) by name.",
+    "ckpt_path resume resume_from_checkpoint": "Pass Trainer.fit(..., ckpt_path='storage-or-new'), or a path.",
     "config": f"{_CONFIG} The Trainer sets the rest: precision, gradient clipping and accumulation.",
     "devices": f"Pass Trainer(devices=...), {_CARDS}",
     "remote_device": f"Leave it out: what configure_model builds is partitioned at once, {_PARTITIONED}",
 }
 _FABRIC = _ANYWHERE | {
     "bf16 fp16 precision precision_plugin": "Pass Fabric(precision=...) by name.",
+    "ckpt_path resume resume_from_checkpoint": "Call fabric.strategy.resume('storage-or-new') before fabric.setup, and "
+    "fabric.load('storage-or-new', state) after it.",
     "config": f"{_CONFIG} Pass Fabric(precision=...); gradient clipping and accumulation are your loop's.",
     "devices": f"Pass Fabric(devices=...), {_CARDS}",
     "remote_device": f"Leave it out: what is built in fabric.init_module() is partitioned at once, {_PARTITIONED}",
@@ -112,6 +115,7 @@ _FABRIC = _ANYWHERE | {
 _TRANSFORMERS = _ANYWHERE | {
     "accelerator": "Leave it out: the training runs on GPUs where there are any, otherwise on the CPU.",
     "accumulate_grad_batches": "Pass TrainingArguments(gradient_accumulation_steps=$value).",
+    "ckpt_path resume resume_from_checkpoint": "Call Trainer.train(resume_from_checkpoint=$value).",
     "cluster_environment devices parallel_devices": "Leave it out: torchrun or accelerate launch starts a process "
     "for each GPU, which CUDA_VISIBLE_DEVICES names.",
     "config": f"{_CONFIG} The rest are TrainingArguments: bf16, max_grad_norm, gradient_accumulation_steps, "

@@ -40,6 +40,8 @@ from lightning_smartinfinity.settings.rules import (
 )
 
 __all__ = [
+    "STORAGE",
+    "STORAGE_OR_NEW",
     "StrategySettings",
     "check_save_path",
     "documents_settings",
@@ -49,6 +51,12 @@ __all__ = [
     "is_16_bit",
     "nvme_path_of",
 ]
+
+STORAGE = "storage"
+"""Takes the place of a checkpoint's path where an interrupted training resumes from its state on storage."""
+
+STORAGE_OR_NEW = "storage-or-new"
+"""Takes the place of a checkpoint's path where a training resumes if it can, and else begins at step 0."""
 
 _CHOICES = {
     "update_device": ("auto", "host", "smartssd"),

@@ -114,7 +114,7 @@ class TransferConfig:
         job: Name of this job's folder in each storage folder; two jobs on one storage need two names.
         keep: Whether the state stays on storage after the strategy is closed: ``"on-failure"`` (if the training did not
             complete and can be resumed from it), True (always; a later training does not replace it) or False (never).
-            With ``"on-failure"`` or True, and two places for each tasklet, a Trainer writes training records, and
+            With ``"on-failure"`` or True, and two places for each tasklet, Trainers write training records, and
             ``fit(ckpt_path="storage")`` resumes the training, also after a kill. If compression keeps a residual,
             storage then holds two copies of it, of 4 bytes per parameter each, and every step writes one of them during
             the training.

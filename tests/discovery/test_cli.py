@@ -89,3 +89,21 @@ def test_a_misspelt_setting_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises((ValueError, SystemExit)) as ended:  # jsonargparse quotes our error in its own
         strategy_from(f"--config={config}")
     assert "Did you mean 'num_buffers'?" in f"{ended.value} {capsys.readouterr().err}"
+
+
+def test_a_fit_that_resumes_if_it_can(tmp_path: Path) -> None:
+    """``--ckpt_path storage-or-new`` begins where there is nothing, and resumes from the newest checkpoint."""
+    steps = []
+    for most in ("1", "2"):
+        options = {"default_root_dir": str(tmp_path), "max_steps": most, "limit_val_batches": "0"}
+        options |= {"strategy": "smart_infinity", "enable_model_summary": "false", "enable_progress_bar": "false"}
+        arguments = [f"--trainer.{name}={value}" for name, value in options.items()]
+        cli = LightningCLI(
+            BoringModel,
+            BoringDataModule,
+            args=["fit", *COMMON, *arguments, "--ckpt_path", "storage-or-new"],
+            seed_everything_default=False,
+            save_config_callback=None,
+        )
+        steps.append((cli.trainer.ckpt_path, cli.trainer.global_step))
+    assert steps[0] == (None, 1) and steps[1][1] == 2 and str(steps[1][0]).endswith("step=1.ckpt")

@@ -28,6 +28,7 @@ class FabricRun:
     devices: int = 1
     resume: bool = False
     checkpoint: str = ""  # from which the loop resumes, in place of storage
+    is_one_script: bool = False  # whether it resumes if it can, from storage or saved.ckpt
     num_steps: int = 8
     kill_step: int = -1  # the step in which the last rank is killed
     kill_after: float = 0.0  # seconds after that step has begun
@@ -50,12 +51,16 @@ def train(run: FabricRun) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 128), nn.BatchNorm1d(128), nn.Dropout(0.3), nn.Linear(128, 3))
     torch.manual_seed(5 if run.resume else 4 + fabric.global_rank)
-    if run.resume and not run.checkpoint:
+    if run.is_one_script:
+        fabric.strategy.resume("storage-or-new", checkpoints=[out / "saved.ckpt"])
+    elif run.resume and not run.checkpoint:
         fabric.strategy.resume()
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=100)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "random": RandomStates()}
-    if run.resume:
+    if run.is_one_script:
+        fabric.load("storage-or-new", state)
+    elif run.resume:
         fabric.load(run.checkpoint or "storage", state)
     while state["step"] < run.num_steps:
         if state["step"] == run.kill_step and fabric.global_rank == run.devices - 1:

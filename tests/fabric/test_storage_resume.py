@@ -54,6 +54,20 @@ def test_kills_at_random(devices: int, num_kills: int, options: dict[str, Any], 
     assert not files(tmp_path / "killed" / "storage")
 
 
+def test_one_script_is_its_own_restart(tmp_path: Path, attack: Attack) -> None:
+    """The same command begins, resumes from storage or a checkpoint of the same step, and ends with the same bits."""
+    attack("kill or error of a Fabric loop with 'storage-or-new'", tries=2, outcome="resumed to the bit")
+    script, broken = {"is_one_script": True, "num_steps": 6}, str(tmp_path / "broken")
+    assert launch(FabricRun(str(tmp_path / "straight"), **script))[0] == 0
+    assert launch(FabricRun(broken, kill_step=2, kill_after=1e-6, **script))[0] == -signal.SIGKILL
+    code, output = launch(FabricRun(broken, save_step=4, fail_step=4, **script))
+    assert code != 0 and "Resumes from the state in" in output, output[-3000:]
+    code, output = launch(FabricRun(broken, **script))
+    assert code == 0 and "Resumes from the checkpoint" in output, output[-3000:]
+    assert steps_of(tmp_path / "broken") == steps_of(tmp_path / "straight")
+    assert end_of(tmp_path / "broken") == end_of(tmp_path / "straight")
+
+
 def test_an_error_leaves_the_state_and_an_end_does_not(tmp_path: Path) -> None:
     """The end of a loop that failed says how to go on; a resumed loop that came to its end leaves nothing."""
     code, output = launch(FabricRun(str(tmp_path / "a"), fail_step=3))
@@ -98,6 +112,10 @@ def test_wrong_uses(tmp_path: Path) -> None:
     fabric: Any = quiet_fabric(tmp_path, options={"overlap": "none"})
     with pytest.raises(ConfigError, match="ask to keep nothing to resume from"):
         quiet_fabric(tmp_path, options={"transfer": {"keep": False}}).strategy.resume()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"\(start='storage-or-else'\) is unknown"):
+        fabric.strategy.resume("storage-or-else")
+    with pytest.raises(ConfigError, match="chooses among them only with 'storage-or-new'"):
+        fabric.strategy.resume(checkpoints=["a.ckpt"])
     fabric.strategy.resume()
     with pytest.raises(StorageError, match="There is no optimizer state"):
         fabric.setup(*parts())

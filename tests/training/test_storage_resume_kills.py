@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
         "module": {"scale": 1000.0},
     },
     "clipping": {"options": {"overlap": "backward"}, "trainer": {"gradient_clip_val": 0.01}},
+    "one script": {"checkpoint": "storage-or-new", "options": {"overlap": "forward"}},
     "SGD": {
         "options": {"overlap": "forward"},
         "module": {"optimizer": "SGD", "optimizer_settings": {"momentum": 0.9, "nesterov": True}},
@@ -74,7 +75,8 @@ class Fits:
         self.folder, self.settings = folder, {"storage": folders, "save_every": 4, **settings}
 
     def fit(self, *, resume: bool, ends: int | None = None, **moment: Any) -> tuple[int, str]:
-        run = StorageRun(out=str(self.folder), resume=resume, seed=9 if resume else 1, **self.settings, **moment)
+        seed = 9 if resume and "checkpoint" not in self.settings else 1
+        run = StorageRun(out=str(self.folder), resume=resume, seed=seed, **self.settings, **moment)
         return launch(run, ends=ends)
 
     def numbers(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DeepSpeedPlugin
@@ -272,3 +274,46 @@ def test_trl_hashes_the_reference_after_the_trainer_is_made() -> None:
         source = inspect.getsource(trainer.__init__)
         assert 0 < source.index("super().__init__(") < source.index("hash_module(self.ref_model or self.model)")
         assert callable(module.hash_module)
+
+
+@pytest.mark.seam(
+    "RecordedTraining: records before evaluations and saves, and resumes there",
+    "Trainer._init_training_state, _load_rng_state, _maybe_log_save_evaluate, _run_epoch, _tr_loss, _total_loss_scalar,"
+    " _globalstep_last_logged; ``skip_first_batches`` and ``deepspeed_load_checkpoint`` of ``transformers.trainer``.",
+)
+def test_the_loop_calls_what_records_hang_on() -> None:
+    """_run_epoch takes names only; _maybe_log_save_evaluate follows each step and epoch, on_step_end precedes it."""
+    trainer = transformers.Trainer
+    step, epoch = inspect.getsource(trainer._run_epoch), inspect.getsource(trainer._inner_training_loop)
+    assert step.count("self._maybe_log_save_evaluate(") == 2
+    assert step.index("callback_handler.on_step_end") < step.index("self._maybe_log_save_evaluate(")
+    assert "self.state.epoch = epoch + (step + 1) / steps_in_epoch" in step
+    assert step.index("skip_first_batches(") < step.index("rng_to_sync = True") < step.index("iter(train_dataloader)")
+    assert "range(num_update_steps_trained, num_update_steps_per_epoch)" in step
+    passed = [*inspect.signature(trainer._run_epoch).parameters][1:]
+    assert all(f"{name}={name}" in epoch for name in passed if name not in ("model", "epoch"))
+    assert (
+        epoch.index("self._prepare_for_training(") < epoch.index("self._tr_loss = ") < epoch.index("self._run_epoch(")
+    )
+    names = [*inspect.signature(trainer._maybe_log_save_evaluate).parameters][1:]
+    assert names[:6] == ["tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval"]
+    assert names[6:] == ["start_time", "learning_rate"]
+    assert {"_total_loss_scalar", "_globalstep_last_logged"} <= {*trainer._maybe_log_save_evaluate.__code__.co_names}
+    source = inspect.getsource(trainer._prepare_for_training)
+    assert (
+        source.index("create_scheduler(") < source.index("deepspeed_load_checkpoint(") < source.index("_load_optimizer")
+    )
+    assert {"state", "epochs_trained"} <= {*re.findall(r"\w+", inspect.getsource(trainer._init_training_state))}
+
+
+@pytest.mark.seam("Batches: a loader's position before the batch that is fetched ahead")
+def test_a_prepared_loader_fetches_one_batch_ahead() -> None:
+    """DataLoaderShard calls state_dict of its base before each fetch ahead and after the last batch."""
+    base_of = DataLoaderShard([1, 2, 3], batch_size=1)
+    calls: list[int] = []
+    fetched: list[int] = []
+    base_of.base_dataloader.state_dict = lambda: calls.append(len(fetched)) or {"position": len(fetched)}
+    base_of.base_dataloader.collate_fn = lambda rows: fetched.append(rows[0]) or rows[0]
+    positions = [(batch, base_of.state_dict()["position"]) for batch in base_of]
+    assert positions == [(1, 1), (2, 2), (3, 3)] and calls == [1, 2, 3, 3]
+    assert issubclass(type(base_of), DataLoaderShard) and isinstance(base_of, torch.utils.data.DataLoader)

@@ -121,6 +121,22 @@ def test_a_loop_calls_what_we_replace() -> None:
     assert trainer.fit_loop._restarting is False and loop.restarting is False
 
 
+@pytest.mark.seam("``storage-or-new``: a fit loads what is newest, or nothing")
+def test_a_run_loads_a_checkpoint_by_one_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer._checkpoint_connector.resume_start gets the user's path; without one it loads nothing (_ckpt_path)."""
+    trainer, passed = quiet(), []
+    connector = trainer._checkpoint_connector
+    begin = type(connector).resume_start
+
+    def begin_without(checkpoint_path: object = None, **options: object) -> None:
+        passed.append((checkpoint_path, {*options}))
+        begin(connector, None, **options)
+
+    monkeypatch.setattr(connector, "resume_start", begin_without)
+    trainer.fit(BoringModel(), ckpt_path="storage-or-new")
+    assert passed == [("storage-or-new", {"weights_only"})] and trainer.ckpt_path is None and trainer.global_step == 3
+
+
 @pytest.mark.seam("training records", "Callbacks see Trainer._logger_connector._callback_metrics.")
 def test_a_checkpoint_without_weights() -> None:
     """dump_checkpoint of Trainer._checkpoint_connector asks _get_lightning_module_state_dict and on_save_checkpoint."""

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.integrations.fabric.fit_record import FabricFitRecord
 from lightning_smartinfinity.integrations.fabric.state import (
     move_into,
     read_state_dict,
@@ -42,7 +43,7 @@ from lightning_smartinfinity.integrations.lightning_options import (
 from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.integrations.session import TrainingSession
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
-from lightning_smartinfinity.resume.record import STORAGE, FitRecord
+from lightning_smartinfinity.resume.schedules import advance_when_loaded
 from lightning_smartinfinity.settings import (
     ActivationOffload,
     GradientCodec,
@@ -51,7 +52,7 @@ from lightning_smartinfinity.settings import (
     TransferConfig,
 )
 from lightning_smartinfinity.settings.options import OF_FABRIC
-from lightning_smartinfinity.settings.strategy import check_save_path, data_types, documents_settings
+from lightning_smartinfinity.settings.strategy import STORAGE, check_save_path, data_types, documents_settings
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3.ranks.watchdog import awaiting_ranks
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
@@ -91,7 +92,7 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
         fabric = Fabric(strategy=SmartInfinityFabricStrategy(storage=["/mnt/nvme0", "/mnt/nvme1"]))
     """
 
-    _fit_record: FitRecord
+    _fit_record: FabricFitRecord
 
     def __init__(
         self,
@@ -123,25 +124,28 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
         take_options(self, options, known=FabricOptions, remedies=OF_FABRIC)
         self._backward_sync_control = _AlwaysSync()
         self._deepspeed_engine = None
-        self._fit_record = FitRecord(
-            how_to_resume="run it again with fabric.strategy.resume() before fabric.setup",
-            gap="fabric.strategy.record() follows not every step",
-            automatic=False,
-        )
-        # Whether a resumed set-up still waits for fabric.load("storage", state).
-        self._awaits_load = False
+        self._fit_record = FabricFitRecord()
 
-    def resume(self) -> None:
+    def resume(self, start: str = STORAGE, *, checkpoints: Sequence[str | Path] = ()) -> None:
         """Make the next ``fabric.setup`` with an optimizer continue an interrupted training from storage.
 
         Then call ``fabric.load("storage", state)``: it restores the state that was last passed to :meth:`record`.
 
+        With ``"storage-or-new"`` the training resumes from the newest of storage and ``checkpoints``, by the number of
+        optimizer steps. Of the same number, a checkpoint is chosen. If there is neither, the training begins at step 0.
+        Call ``fabric.load("storage-or-new", state)`` after the set-up: it changes nothing if the training is new.
+
+        Args:
+            start: ``"storage"``, or ``"storage-or-new"``.
+            checkpoints: Paths that were passed to ``fabric.save``, for ``"storage-or-new"``. Those that do not exist
+                are left out.
+
         Raises:
-            ConfigError: The settings keep nothing to resume from.
+            ConfigError: The settings keep nothing to resume from, or an argument is wrong.
             UnsupportedError: A training was set up already.
         """
         self._refuse_second_training("fabric.strategy.resume", "Call it before fabric.setup")
-        self._fit_record.resume_next(self._settings.transfer, what="fabric.strategy.resume()")
+        self._fit_record.ask(start, checkpoints, self._settings)
 
     def record(self, state: Mapping[str, Any]) -> None:
         """Write a training record, from which an interrupted training resumes after the last step.
@@ -165,7 +169,7 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
                 "fabric.strategy.record was given a model that was set up without an optimizer.",
                 "Pass the model that is trained.",
             )
-        self._require_loaded()
+        self._fit_record.require_loaded()
         optimizer = self._training_engine.optimizer
         if optimizer.rank_state.arena.active.any():
             raise UnsupportedError(
@@ -187,15 +191,7 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
         if self._rank_state is not None and self._rank_state.is_open:
             self._rank_state.keeping.completed = sys.exc_info()[0] is None
         super().close()
-        self._fit_record.end()
-        self._fit_record.resumes = self._awaits_load = False
-
-    def _require_loaded(self) -> None:
-        if self._awaits_load:
-            raise UnsupportedError(
-                "A training that resumes from storage lacks what its loop had recorded.",
-                "Call fabric.load('storage', state) after fabric.setup, with the state that was recorded.",
-            )
+        self._fit_record.close()
 
     @property
     @override
@@ -289,10 +285,10 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
                 return initialize(model)
         if not hasattr(next(model.parameters(), None), "ds_id"):  # else module_sharded_context has planned it
             self._plan(model, replace(self._surroundings(), optimizer=type(optimizer).__name__))
+        self._fit_record.choose(self._settings, removes_state=self._removes_state())
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
         engine.optimizer.used_gradients.expects_reset = True
-        self._fit_record.end()
-        self._awaits_load = self._fit_record.resumes
+        self._fit_record.begin_set_up()
         return engine, optimizer, scheduler
 
     def _surroundings(self) -> Surroundings:
@@ -318,7 +314,7 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
                 f"{', '.join([*map(repr, args), *kwargs])}) does not work with the smart_infinity strategy.",
                 "Pass a loss of one element, and no other argument than retain_graph.",
             )
-        self._require_loaded()
+        self._fit_record.require_loaded()
         super().backward(tensor, module, **kwargs)
 
     # If a strategy overrides backward, Fabric makes torch.autograd.grad raise. Its check unwraps ours, and finds none.
@@ -410,20 +406,26 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
                 "Pass a dictionary: fabric.load(path, {'model': model, 'optimizer': optimizer}).",
             )
         engine, rest = split_state(state)
-        if self._awaits_load and str(path) == STORAGE and engine is self._training_engine:
-            loaded = self._fit_record.restore(self._training_engine)
-            self._fit_record.resumes = self._awaits_load = False
-            move_into(rest, loaded, path=path, strict=strict)
-            state.update(rest)
-            return loaded
+        is_start = engine is self._training_engine and self._fit_record.is_asked_for(path)
+        if is_start and not self._fit_record.awaits_load:
+            self._fit_record.has_loaded()
+            return {}
+        path = self._fit_record.checkpoint or path if is_start else path
         with_optimizer = len(rest) + 1 < len(state)
         limit = io_limit(self._settings.transfer.io_timeout)
         with limit, loading_policy(weights_only, consent="weights_only=False to fabric.load"):
-            if self.load_full_weights:
+            if is_start and self._fit_record.resumes:
+                assert self._training_engine is not None
+                loaded = self._fit_record.restore(self._training_engine)
+            elif self.load_full_weights:
                 refuse_optimizer(with_optimizer)
                 loaded = self._load_full(path, state, engine, strict=strict)
             else:
                 loaded = load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
+        if is_start:
+            self._fit_record.has_loaded()
+        if self._own_hyperparameters:
+            advance_when_loaded(value for key, value in rest.items() if key in loaded)
         move_into(rest, loaded, path=path, strict=strict)
         state.update(rest)
         return loaded

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointIndex, model_checkpoints
@@ -25,19 +28,24 @@ from lightning_smartinfinity.resume.loops import (
     passed_to_run,
 )
 from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
-from lightning_smartinfinity.resume.record import STORAGE, FitRecord
+from lightning_smartinfinity.resume.record import FitRecord
+from lightning_smartinfinity.resume.start import Source, choose_start, steps_of
 from lightning_smartinfinity.settings import TransferConfig
-from lightning_smartinfinity.settings.strategy import StrategySettings
+from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW, StrategySettings
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.ranks.collectives import gather
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
     from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
-    from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 
-__all__ = ["TrainerFitRecord", "go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
+__all__ = ["RESUMED_FROM", "TrainerFitRecord", "go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
 
+RESUMED_FROM = (LIGHTNING_KEY, "loops", "lr_schedulers")
+"""Keys of a checkpoint without which no fit can resume from it."""
+
+_SUFFIX = ModelCheckpoint.FILE_EXTENSION
 _INDEX = "books"  # a key in stored training records: a new name could not read those of earlier versions
 _LEFT_OUT = frozenset(
     {
@@ -65,6 +73,8 @@ class TrainerFitRecord(FitRecord):
     def __init__(self) -> None:
         super().__init__(
             how_to_resume="run it again with trainer.fit(..., ckpt_path='storage')",
+            how_to_change="call strategy.use_new_hyperparameters() before trainer.fit",
+            how_to_save="trainer.save_checkpoint(path) or strategy.save_pretrained(folder)",
             gap="training_step takes several optimizer steps, and a record is written at the end of a batch only",
             automatic=True,
         )
@@ -75,26 +85,47 @@ class TrainerFitRecord(FitRecord):
         self._loaders: FitLoaders | None = None
         self._saved_loaders: dict[str, Any] | None = None
 
-    def begin_run(self, trainer: pl.Trainer, transfer: TransferConfig) -> None:
-        """Reset for a new run, and check whether it resumes from storage.
+    def begin_run(self, trainer: pl.Trainer, settings: StrategySettings, *, removes_state: bool) -> None:
+        """Reset for a new run, and decide whether it resumes from storage. Collective.
+
+        Args:
+            trainer: The Trainer.
+            settings: The strategy's settings.
+            removes_state: Whether the set-up removes the state on storage, which is that of an earlier, complete fit.
 
         Raises:
             ConfigError: It resumes, but the settings keep nothing to resume from, or the run is not a fit.
+            CheckpointError, StorageError: It resumes from what is newest, which cannot be told.
         """
         self.end()
         self._random_state = self._saved_loaders = None
         self._loaders = FitLoaders(trainer) if trainer.state.fn == TrainerFn.FITTING else None
         self.resumes = self._goes_on_after_batch = self.was_interrupted = False
-        doing = trainer.state.fn
-        if doing is None or passed_to_run(trainer, "ckpt_path") != STORAGE:
+        doing, given = trainer.state.fn, passed_to_run(trainer, "ckpt_path")
+        if doing is None or given not in (STORAGE, STORAGE_OR_NEW):
             return
-        if doing == TrainerFn.FITTING:
-            self.resume_next(transfer, what="fit(ckpt_path='storage')")
-        elif not os.path.exists(STORAGE):
+        if doing != TrainerFn.FITTING and not os.path.exists(given):
             raise ConfigError(
-                f"{doing.value}(ckpt_path='storage') cannot work: only fit goes on from an interrupted training.",
-                "Pass the path of a checkpoint, or 'best' or 'last'; or call fit(ckpt_path='storage') before.",
+                f"{doing.value}(ckpt_path={given!r}) cannot work: only fit goes on from an interrupted training.",
+                f"Pass the path of a checkpoint, or 'best' or 'last'; or call fit(ckpt_path={given!r}) before.",
             )
+        if doing == TrainerFn.FITTING:
+            self.resume_next(settings.transfer, what=f"fit(ckpt_path={given!r})")
+            if given == STORAGE_OR_NEW:
+                self._choose_start(trainer, settings, removes_state=removes_state)
+
+    def _choose_start(self, trainer: pl.Trainer, settings: StrategySettings, *, removes_state: bool) -> None:
+        """Resume from the newest of storage and checkpoints, or begin at step 0. Collective."""
+        from lightning_smartinfinity.zero3.checkpoints.formats.trust import loading_policy
+
+        weights_only = passed_to_run(trainer, "weights_only")
+        with loading_policy(weights_only, consent="weights_only=False to Trainer.fit"):
+            paths = partial(_checkpoints_of, trainer)
+            steps = steps_of(paths, "global_step", settings=settings, needed=RESUMED_FROM)
+        start = choose_start(settings, steps, is_removed=removes_state)
+        self.resumes = start.source is Source.STORAGE
+        _start_from(trainer, STORAGE if self.resumes else start.checkpoint)
+        rank_zero_info(f"fit(ckpt_path={STORAGE_OR_NEW!r}): {start.reason}")
 
     def watch(self, trainer: pl.Trainer, index: CheckpointIndex | None) -> None:
         """Write a record after each step of a fit that is being set up; :meth:`begin_fit` switches this on.
@@ -177,20 +208,38 @@ class TrainerFitRecord(FitRecord):
     def _described_index(self) -> ClientState:
         return {} if self._index is None else {_INDEX: self._index.describe()}
 
-    def end_fit(self, settings: StrategySettings, rank_state: RankState | None, *, says: bool) -> None:
-        """Stop recording, and log how to resume if the fit was interrupted and its state is kept.
 
-        Args:
-            settings: The strategy's settings.
-            rank_state: The rank's open storage and state; None if nothing was trained.
-            says: Whether this process logs the message.
-        """
-        if self.is_on and says and rank_state is not None:
-            if not self.was_interrupted:  # a later error may leave the state, too
-                rank_state.keeping.told = partial(self.say_how_to_resume, settings)
-            elif rank_state.keeping.stays:
-                self.say_how_to_resume(settings)
-        self.end()
+def _checkpoints_of(trainer: pl.Trainer) -> list[str]:
+    """Return the checkpoints that ``fit(ckpt_path="last")`` may choose from, and the others in their folders.
+
+    Raises:
+        StorageError: A folder cannot be read.
+    """
+    named = []
+    for folder in {str(callback.dirpath) for callback in model_checkpoints(trainer) if callback.dirpath is not None}:
+        with storage_errors("Looking for checkpoints in", folder), suppress(FileNotFoundError):
+            # A name that begins with a dot is that of a save in progress.
+            names = (name for name in os.listdir(folder) if name.endswith(_SUFFIX) and not name.startswith("."))
+            named += [os.path.join(folder, name) for name in names]
+    named += [one.ckpt_path for one in vars(trainer)["callbacks"] if isinstance(one, OnExceptionCheckpoint)]
+    return list({os.path.realpath(path): path for path in sorted(named) if os.path.exists(path)}.values())
+
+
+def _start_from(trainer: pl.Trainer, path: str | None) -> None:
+    """Make Lightning load this checkpoint in the run that is being set up; None: it loads nothing.
+
+    Args:
+        trainer: The Trainer, which has not begun to load the path that its user passed.
+        path: The path.
+    """
+    connector = trainer._checkpoint_connector
+    begin = type(connector).resume_start
+
+    def begin_once(checkpoint_path: Any = None, **options: Any) -> None:
+        del connector.resume_start  # restores the class's method
+        begin(connector, path, **options)
+
+    connector.resume_start = begin_once  # type: ignore[method-assign,assignment]
 
 
 def restore_index(

@@ -47,7 +47,7 @@ from lightning_smartinfinity.integrations.trainer.callback_support import (
     warn_of_changed_weights,
 )
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointIndex
-from lightning_smartinfinity.integrations.trainer.fit_record import TrainerFitRecord
+from lightning_smartinfinity.integrations.trainer.fit_record import RESUMED_FROM, TrainerFitRecord
 from lightning_smartinfinity.integrations.trainer.model_checkpoint import (
     check_folders,
     save_beside_training,
@@ -58,6 +58,7 @@ from lightning_smartinfinity.planning.automatic_strategy import Surroundings
 from lightning_smartinfinity.resume.loader_position import keeping_position
 from lightning_smartinfinity.resume.loops import passed_to_run, without_positions
 from lightning_smartinfinity.resume.random_states import RNG_KEY, capture
+from lightning_smartinfinity.resume.schedules import advance_when_loaded
 from lightning_smartinfinity.settings import (
     ActivationOffload,
     GradientCodec,
@@ -80,7 +81,6 @@ __all__ = ["SmartInfinityStrategy"]
 # Hooks between backward and step: of modules and callbacks, and of modules only.
 _BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 _OF_STEP = ("configure_gradient_clipping", "optimizer_step")
-_RESUMED_FROM = (LIGHTNING_KEY, "loops", "lr_schedulers")
 
 
 class LightningOptions(SharedOptions, total=False):
@@ -216,7 +216,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         self._choose_storage(trainer.default_root_dir)
         check_folders(trainer)
         self._plan_fit()
-        self._fit_record.begin_run(trainer, self._settings.transfer)
+        self._fit_record.begin_run(trainer, self._settings, removes_state=self._removes_state())
         if trainer.state.fn is TrainerFn.FITTING and self.model is not None:
             self.model = synchronize_layers(
                 self.model, self._layer_sync, device=self.root_device, ranks=self.world_size
@@ -368,6 +368,8 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         assert self.lightning_module is not None
         trainer = self._trainer
         doing = trainer.state.fn
+        if self._own_hyperparameters and doing == TrainerFn.FITTING:
+            advance_when_loaded(config.scheduler for config in self.lr_scheduler_configs)
         if self._fit_record.resumes:
             assert self._training_engine is not None
             return self._fit_record.restore_fit(trainer, self._training_engine)
@@ -388,7 +390,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
                 self.model,
                 with_optimizer=doing == TrainerFn.FITTING,
                 strict=self.lightning_module.strict_loading,
-                needed=_RESUMED_FROM,
+                needed=RESUMED_FROM,
             )
         client_state.setdefault(LIGHTNING_KEY, lightning.__version__)  # Lightning reads it before an evaluation, too
         client_state.setdefault("state_dict", self.lightning_module.state_dict())  # for on_load_checkpoint
@@ -426,11 +428,12 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
             super().teardown()
         if self.lightning_module is not None:
             save_in_turn(self.lightning_module.trainer)
-        self._become_idle(completed=not self._fit_record.was_interrupted)
+        completed = not self._fit_record.was_interrupted
+        self._become_idle(completed=completed)
         if self._checkpoint_index is not None:
             self._checkpoint_index.roll_back()
             self._checkpoint_index = None
-        self._fit_record.end_fit(self._settings, self._rank_state, says=self.is_global_zero)
+        self._fit_record.end_fit(self._settings, self._rank_state, completed=completed, says=self.is_global_zero)
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:

@@ -23,6 +23,7 @@ __all__ = [
     "end_checkpoint",
     "flush_file",
     "resume_within_smart_infinity_training",
+    "steps_of_checkpoints",
 ]
 
 
@@ -60,6 +61,23 @@ def checkpoint_to_resume(given: str | bool | None, output_dir: str, *, warn: boo
             "Train without resume_from_checkpoint.",
         )
     return given
+
+
+def steps_of_checkpoints(output_dir: str, *, warn: bool) -> tuple[dict[str, int], CheckpointError | None]:
+    """Return the step of the newest checkpoint that a training can resume from, by its path.
+
+    Args:
+        output_dir: The Trainer's folder of checkpoints.
+        warn: Whether this rank warns of skipped checkpoints.
+
+    Returns:
+        The step by path, and the reason if there are checkpoints, and none can be resumed from.
+    """
+    try:
+        found = checkpoint_to_resume(True, output_dir, warn=warn)
+    except CheckpointError as error:
+        return {}, error
+    return ({found: _number_of(Path(found)) or 0} if isinstance(found, str) else {}), None
 
 
 def begin_checkpoint(folder: str, *, resumable: bool) -> None:

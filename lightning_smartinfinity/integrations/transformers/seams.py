@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -186,7 +186,11 @@ def random_states_seen_by(see: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], None]) -> Iterator[None]:
+def trainings_seen_by(
+    begin: Callable[[Trainer, Any], Any],
+    during: Callable[[Trainer], AbstractContextManager[None]],
+    end: Callable[[bool], None],
+) -> Iterator[None]:
     """Call functions when ``Trainer.train`` begins and ends within this context.
 
     Also makes the Trainer build a new engine for every training. Otherwise it would reuse the engine of an earlier
@@ -195,7 +199,8 @@ def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], No
     Args:
         begin: Function that takes the Trainer and ``resume_from_checkpoint``, and returns the checkpoint to resume
             from.
-        end: Function that is called after success and after failure.
+        during: Function that takes the Trainer, and returns a context for the training.
+        end: Function that is called after success and after failure, and takes whether it was success.
     """
     import transformers
 
@@ -208,12 +213,15 @@ def trainings_seen_by(begin: Callable[[Trainer, Any], Any], end: Callable[[], No
     ) -> Any:
         trainer.model_wrapped = trainer.model
         _keep_given(trainer)
+        completed = False
         try:
             resume_from_checkpoint = begin(trainer, resume_from_checkpoint)
-            with _losses_and_clipping_of(trainer):
-                return original(trainer, resume_from_checkpoint, *args, **kwargs)
+            with _losses_and_clipping_of(trainer), during(trainer):
+                result = original(trainer, resume_from_checkpoint, *args, **kwargs)
+            completed = True
+            return result
         finally:
-            end()
+            end(completed)
 
     with wrapped(transformers.Trainer, "train", train):
         yield

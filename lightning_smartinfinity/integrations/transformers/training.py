@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Self, override
@@ -28,12 +28,14 @@ from lightning_smartinfinity.integrations.transformers.arguments import (
     job_of,
     refuse_quantized,
 )
+from lightning_smartinfinity.integrations.transformers.fit_record import RecordedTraining, TransformersFitRecord
 from lightning_smartinfinity.integrations.transformers.launch import launched
 from lightning_smartinfinity.integrations.transformers.resume import (
     begin_checkpoint,
     checkpoint_to_resume,
     end_checkpoint,
     flush_file,
+    steps_of_checkpoints,
 )
 from lightning_smartinfinity.integrations.transformers.seams import (
     Trainer,
@@ -50,6 +52,7 @@ from lightning_smartinfinity.integrations.transformers.seams import (
 )
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
+from lightning_smartinfinity.resume.start import Source, choose_start
 from lightning_smartinfinity.settings import (
     ActivationOffload,
     GradientCodec,
@@ -59,10 +62,17 @@ from lightning_smartinfinity.settings import (
 )
 from lightning_smartinfinity.settings.options import refuse_unknown
 from lightning_smartinfinity.settings.rules import check, instance
-from lightning_smartinfinity.settings.strategy import data_types, documents_settings
+from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW, data_types, documents_settings
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+
 __all__ = ["SmartInfinityTraining"]
+
+_log = logging.getLogger(__name__)
+
+_RESUME = "resume_from_checkpoint"
 
 _AUTO: DeepSpeedConfig = {
     "train_batch_size": "auto",
@@ -102,6 +112,8 @@ class SmartInfinityTraining(TrainingSession):
             Trainer(model=model, args=args, train_dataset=dataset).train()
     """
 
+    _fit_record: TransformersFitRecord
+
     def __init__(
         self,
         storage: str | Path | Sequence[str | Path] | None = None,
@@ -132,6 +144,7 @@ class SmartInfinityTraining(TrainingSession):
         self._last_model: torch.nn.Module | None = None
         self._checkpoint: Path | None = None  # the checkpoint being saved
         self._trained: list[weakref.ref[Trainer]] = []
+        self._fit_record = TransformersFitRecord()
 
     @property
     def config(self) -> DeepSpeedConfig:
@@ -187,7 +200,7 @@ class SmartInfinityTraining(TrainingSession):
             contexts.enter_context(models_saved_by(self._save_model))
             contexts.enter_context(random_states_seen_by(flush_file))
             contexts.enter_context(completed_checkpoints_seen_by(self._end_checkpoint))
-            contexts.enter_context(trainings_seen_by(self._begin, partial(self._become_idle, completed=True)))
+            contexts.enter_context(trainings_seen_by(self._begin, self._recorded, self._end))
             contexts.enter_context(answering())
             contexts.enter_context(trainers_of_context())
             contexts.enter_context(accelerators_with_deepspeed())
@@ -216,7 +229,9 @@ class SmartInfinityTraining(TrainingSession):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._contexts:
-            self._become_idle(completed=True)
+            self._become_idle(completed=kind is None)
+            if kind is not None and self._rank_state is not None:
+                self._rank_state.keeping.script_failed()
             self.close()
 
     # ---- called by transformers and accelerate
@@ -253,7 +268,8 @@ class SmartInfinityTraining(TrainingSession):
                 "Other TrainingArguments were made after this Trainer; accelerate knows one configuration at a time.",
                 "Make the arguments and the Trainer directly before each training.",
             )
-        checkpoint = checkpoint_to_resume(resume, trainer.args.output_dir, warn=trainer.is_world_process_zero())
+        self._follow(trainer.args)
+        checkpoint = self._checkpoint_for(trainer, resume)
         if any(known() is trainer for known in self._trained) and not resume:
             warnings.warn(
                 "This Trainer trains once more, and the optimizer's state begins anew. To go on from the state that was"
@@ -261,8 +277,36 @@ class SmartInfinityTraining(TrainingSession):
                 stacklevel=2,
             )
         self._trained.append(weakref.ref(trainer))
-        self._follow(trainer.args)
         return checkpoint
+
+    def _checkpoint_for(self, trainer: Trainer, resume: str | bool | None) -> str | bool | None:
+        """Return the checkpoint to resume from, or a folder that stands for the training on storage. Collective."""
+        output_dir, says = trainer.args.output_dir, trainer.is_world_process_zero()
+        if resume == STORAGE_OR_NEW:
+            self._fit_record.require_keeping(self._settings.transfer, what=f"train({_RESUME}={STORAGE_OR_NEW!r})")
+            steps, fault = steps_of_checkpoints(output_dir, warn=says)
+            start = choose_start(self._settings, steps, is_removed=self._removes_state())
+            if start.source is Source.NEW and fault is not None:
+                raise fault
+            if says:
+                _log.warning("train(%s=%r): %s", _RESUME, STORAGE_OR_NEW, start.reason)
+            resume = STORAGE if start.source is Source.STORAGE else start.checkpoint
+        if resume == STORAGE:
+            self._release_storage(f"a training of {type(trainer.model).__name__} that resumes from storage")
+            return self._fit_record.prepare_resume(trainer, self._settings)
+        return checkpoint_to_resume(resume, output_dir, warn=says)
+
+    def _recorded(self, trainer: Trainer) -> AbstractContextManager[None]:
+        def engine() -> SmartInfinityEngine:
+            assert self._training_engine is not None
+            return self._training_engine
+
+        return RecordedTraining(trainer, self._fit_record, self._settings, engine).watched()
+
+    def _end(self, completed: bool) -> None:
+        self._become_idle(completed=completed)
+        says = int(os.environ.get("RANK", "0")) == 0
+        self._fit_record.end_fit(self._settings, self._rank_state, completed=completed, says=says)
 
     def _initialize(self, initialize: Callable[..., Any], **kwargs: Any) -> Any:
         """Build our engine for a call of ``deepspeed.initialize``, and return that call's results."""

@@ -80,6 +80,7 @@ def describe_engine(engine: SmartInfinityEngine) -> SavedState:
     return {
         "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
         "groups": [_without_parameters(group) for group in optimizer.optimizer.param_groups],
+        "configured": optimizer.configured,
         "loss_scaler": numbers_of(optimizer.loss_scaler),
         "dynamic_loss_scale": optimizer.dynamic_loss_scale,
         "overflow": optimizer.overflow,
@@ -119,8 +120,10 @@ def restore_engine(engine: SmartInfinityEngine, saved: SavedState, *, frozen: in
         )
     for name, values in saved["buffers"].items():
         buffers[name].copy_(values)
-    for group, values in zip(optimizer.optimizer.param_groups, saved["groups"], strict=True):
-        group.update(values)
+    if not optimizer.own_hyperparameters:
+        for group, values in zip(optimizer.optimizer.param_groups, saved["groups"], strict=True):
+            group.update(values)
+        optimizer.configured = saved.get("configured", optimizer.configured)
     for name, value in saved["counters"].items():
         setattr(engine, name, value)
     optimizer.loss_scaler = loss_scaler_of(saved["loss_scaler"])

@@ -77,6 +77,11 @@ class Keeping:
         self.suspended = num_failed + num_off > 0
         self.resumable = has_record and not self.suspended
 
+    def script_failed(self) -> None:
+        """Note that an error ended the script, perhaps after the training: the state stays unless it was saved."""
+        if not self.saved:
+            self.completed = False
+
     def leave(self, handler: TransferHandler) -> None:
         """Close the handler, and remove the state on storage unless it stays."""
         self.resumable = self.resumable and handler.is_resumable
@@ -292,12 +297,14 @@ class RankState:
         handler, keeping, background, owner = self.handler, self.keeping, self.background, os.getpid()
 
         def close_here() -> None:
+            if handler.is_closed:
+                return
             background.join()
             failed = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
             if not keeping.says_end:
                 keeping.completed = not failed
-            elif failed and not keeping.saved:
-                keeping.completed = False  # keep the state: nothing else holds the training's result
+            elif failed:
+                keeping.script_failed()
             if keeping.stays and handler.in_flight and handler.step.is_complete:
                 with suppress(SmartInfinityError):  # the previous generation stays current
                     handler.commit()

@@ -30,6 +30,7 @@ from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath, RetainedGraphs, UsedGradients
+from lightning_smartinfinity.zero3.optimizer.hyperparameters import values_of
 from lightning_smartinfinity.zero3.optimizer.open_state import open_state
 from lightning_smartinfinity.zero3.optimizer.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.optimizer.overlap_choice import OverlapChoice
@@ -103,6 +104,8 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
         **kwargs: object,
     ) -> None:
         self._offload, self._groups = offload, groups
+        # What the script gives the optimizer, or gave it when the training began that is resumed.
+        self.configured = values_of(groups)
         self._describe, self._load = describe, load
         self._has_warned_of_skip = False
         self.save_id: str | None = None
@@ -153,6 +156,11 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.persistent_parameters: list[ZeroParameter] = []
         return_freed_memory()
         reuse_freed_memory()
+
+    @property
+    def own_hyperparameters(self) -> bool:
+        """Whether a resumed training has the script's hyperparameters, not those that were saved."""
+        return self._offload.own_hyperparameters
 
     @property
     def storage_folder(self) -> Path:

@@ -11,6 +11,8 @@ from pathlib import Path
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, SmartInfinityError
 from lightning_smartinfinity.settings import LOCAL_FOLDER
 from lightning_smartinfinity.settings.rules import shown
+from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW
+from lightning_smartinfinity.settings.wrong_names import did_you_mean
 from lightning_smartinfinity.storage.io.files import listed
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import LATEST, restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMAGE
@@ -86,6 +88,8 @@ def reading_checkpoint(path: str | Path) -> Iterator[None]:
 
 def _not_found(path: str | Path) -> CheckpointNotFoundError:
     remedy = "Check the path." if LOCAL_FOLDER.holds(path) else "Copy it to a local folder: URLs are not read."
+    if len(Path(path).parts) == 1:
+        remedy = f"{did_you_mean(str(path), (STORAGE, STORAGE_OR_NEW))}{remedy}"
     return CheckpointNotFoundError(f"The checkpoint {path} does not exist.", remedy)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +23,11 @@ from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import 
     saved_by,
     tagged_folder,
 )
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_file
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.ranks.file_systems import first_seen, places_of
 
-__all__ = ["FoundCheckpoint", "await_seen", "find_checkpoint"]
+__all__ = ["FoundCheckpoint", "await_seen", "find_checkpoint", "saved_step"]
 
 _MERGE = (
     "Start as many processes as saved it, on the same machines in the same order, or copy the parts of all machines "
@@ -150,6 +151,28 @@ def _look(path: str | Path, bf16: bool, tag: str | None) -> tuple[_Seen | None, 
             return limited("Looking at", path, look), None
     except CheckpointError as error:
         return None, error
+
+
+def saved_step(path: str | Path, key: str, *, needed: Collection[str]) -> int | None:
+    """Return the number of steps after which a checkpoint was saved; None if no training can resume from it.
+
+    Args:
+        path: The checkpoint, or this machine's part of it.
+        key: Key of the number in the files with the model states.
+        needed: Keys without which no training can resume, as with ``save_weights_only=True``.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or it is no folder of ZeRO-3.
+    """
+    with reading_checkpoint(path):
+        folder = Path(path) if Path(path, "zero").is_dir() else tagged_folder(Path(path))
+        files = model_files(folder)
+        if not files:
+            raise CheckpointError(f"{folder} holds no model states.", "Pass a ZeRO-3 checkpoint.")
+        states = load_file(min(files), map_location="cpu", mmap=True)
+        if not isinstance(states, Mapping) or not isinstance(states.get(key, 0), int):
+            raise CheckpointError(f"{min(files)} does not hold the states of a process.", "Use another checkpoint.")
+        return int(states[key]) if {key, *needed} <= states.keys() else None
 
 
 def await_seen(path: str | Path) -> None:

@@ -319,7 +319,7 @@ def _groups_with_sub_groups(optimizer: StorageOptimizer) -> list[ParamGroup]:
 
 
 def restore_groups(optimizer: StorageOptimizer, saved: Sequence[SavedState], *, ours: bool) -> None:
-    """Restore the settings of the parameter groups.
+    """Restore the settings of the parameter groups, unless the training has the script's hyperparameters.
 
     Args:
         optimizer: Optimizer of this strategy.
@@ -327,6 +327,8 @@ def restore_groups(optimizer: StorageOptimizer, saved: Sequence[SavedState], *, 
         ours: Whether this strategy saved them, or stock DeepSpeed.
     """
     for number, values in zip(saved_numbers(optimizer, saved), saved, strict=True):
+        if optimizer.own_hyperparameters:
+            continue
         group = optimizer.optimizer.param_groups[number]
         # DeepSpeed's own optimizers have settings that torch's do not have.
         group.update({key: value for key, value in values.items() if key != "params" and (ours or key in group)})

@@ -1,0 +1,307 @@
+"""Records the trainings of ``transformers.Trainer``, with the loop's state after a step, and resumes from a record."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_smartinfinity.common.patches import replaced, wrapped
+from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
+from lightning_smartinfinity.integrations.transformers.batches import Batches
+from lightning_smartinfinity.integrations.transformers.seams import Trainer
+from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
+from lightning_smartinfinity.resume.record import FitRecord, loop_in
+from lightning_smartinfinity.resume.schedules import advance_when_loaded
+from lightning_smartinfinity.settings.strategy import StrategySettings
+from lightning_smartinfinity.zero3.untyped import ClientState
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+
+__all__ = ["RecordedTraining", "TransformersFitRecord"]
+
+# Older versions of transformers lack some of these methods. Their trainings are not recorded.
+_METHODS = ("_init_training_state", "_load_rng_state", "_maybe_log_save_evaluate", "_run_epoch")
+_STATE = "trainer_state"
+_LEFT_OUT = frozenset({"log_history", "stateful_callbacks"})  # the first grows with every step
+_RUNNING = ("current_flos", "_globalstep_last_logged")
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class TransformersFitRecord(FitRecord):
+    """Records the trainings of a Trainer after each step, before the step's evaluation and save.
+
+    Attributes:
+        loop: The loop's part of the record that the next training resumes from; None if it does not.
+    """
+
+    loop_keys = frozenset(
+        {_STATE, "callbacks", "control", "running", "tr_loss", "scheduler", "batches", "epoch", "fraction", "pending"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__(
+            how_to_resume="run it again with trainer.train(resume_from_checkpoint='storage')",
+            how_to_change="call training.use_new_hyperparameters() before trainer.train",
+            how_to_save="trainer.save_model(folder)",
+            gap="several optimizer steps follow one call of on_step_end",
+            automatic=True,
+        )
+        self.loop: ClientState | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def prepare_resume(self, trainer: Trainer, settings: StrategySettings) -> str:
+        """Return a folder that the Trainer takes for the checkpoint of the training on storage. Collective.
+
+        It has the files of the loop, which the Trainer reads before the engine exists.
+
+        Raises:
+            ConfigError: The settings keep nothing to resume from.
+            UnsupportedError: The installed version of transformers has another loop.
+            CheckpointError: There is nothing to resume from, or Lightning recorded it; raised on every rank.
+            StorageError: The record cannot be read; raised on every rank.
+        """
+        from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+        from transformers.trainer_callback import TrainerState
+
+        from lightning_smartinfinity.zero3.ranks.collectives import raising_together
+        from lightning_smartinfinity.zero3.setup.found_training import next_record
+
+        self.resume_next(settings.transfer, what="train(resume_from_checkpoint='storage')")
+        if not _has_loop(trainer):
+            raise UnsupportedError(
+                "This version of transformers has another training loop, which is not recorded on storage.",
+                "Update transformers, or resume from a checkpoint.",
+            )
+        record = next_record(settings, None)
+        with raising_together():
+            self.loop = loop_in(record)
+            if _STATE not in self.loop:
+                raise CheckpointError(
+                    "The training on storage is none of transformers' Trainer.",
+                    "Resume it where it began, or choose another storage folder or TransferConfig(job=...).",
+                )
+        self._folder = tempfile.TemporaryDirectory(prefix="smart-infinity-")
+        folder = Path(self._folder.name)
+        TrainerState(**self.loop[_STATE]).save_to_json(str(folder / TRAINER_STATE_NAME))
+        torch.save(self.loop["scheduler"], folder / SCHEDULER_NAME)
+        return str(folder)
+
+    def end(self) -> None:
+        """Record no longer, and forget what the last training resumed from."""
+        super().end()
+        self.loop, self.resumes = None, False
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+class RecordedTraining:
+    """A training of a Trainer that is recorded after each step, and that may resume from a record.
+
+    A resumed training first repeats the logs, the evaluation and the save that followed the recorded step. Then it
+    continues with the next batch.
+
+    Args:
+        trainer: The Trainer, which is about to train.
+        record: The record.
+        settings: The training's settings.
+        engine: Function that returns the engine, once the Trainer has made it.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        record: TransformersFitRecord,
+        settings: StrategySettings,
+        engine: Callable[[], SmartInfinityEngine],
+    ) -> None:
+        self._trainer, self._record, self._settings, self._engine = trainer, record, settings, engine
+        self._loop = record.loop
+        self._same_ranks = self._loop is not None and fits(
+            self._loop[RNG_KEY], world_size=trainer.args.world_size, warn=trainer.is_world_process_zero()
+        )
+        self._batches: Batches | None = None
+        self._has_begun = False
+        self._recorded_step = -1
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Record the training within this context."""
+        import transformers
+
+        with ExitStack() as patches:
+            if _has_loop(self._trainer):
+                patches.enter_context(wrapped(self._trainer, "_init_training_state", self._init))
+                patches.enter_context(wrapped(self._trainer, "_run_epoch", self._run))
+                patches.enter_context(wrapped(self._trainer, "_load_rng_state", self._load_random))
+                patches.enter_context(wrapped(self._trainer, "_maybe_log_save_evaluate", self._end_step))
+                patches.enter_context(wrapped(transformers.trainer, "deepspeed_load_checkpoint", self._load_engine))
+                patches.enter_context(wrapped(transformers.trainer, "skip_first_batches", self._skip))
+            yield
+
+    # ---- in the order in which the Trainer calls them
+
+    def _init(self, original: Callable[..., tuple[int, int]], *args: Any) -> tuple[int, int]:
+        epoch, num_batches = original(*args)
+        if self._loop is None:
+            return epoch, num_batches
+        trainer = self._trainer
+        for callback, (name, attributes) in zip(_exportable(trainer), self._loop["callbacks"], strict=False):
+            if name == type(callback).__name__:
+                vars(callback).update(attributes)
+        states = type(trainer.state)(stateful_callbacks=[*_exportable(trainer), trainer.control])
+        trainer.state.stateful_callbacks = states.stateful_callbacks  # saves replace the states of these names
+        return (self._loop["epoch"], num_batches) if self._same_ranks else (epoch, num_batches)
+
+    def _load_engine(self, original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+        if engine.optimizer.own_hyperparameters:
+            advance_when_loaded([self._trainer.lr_scheduler])
+        if self._loop is None:
+            original(engine, *args, **kwargs)
+            return
+        before, self._loop = self._loop, self._record.restore(engine)
+        if before[_STATE] != self._loop[_STATE]:
+            raise CheckpointError(
+                "The training on storage changed while it was being resumed.", "Run the script again."
+            )
+
+    def _run(self, original: Callable[..., None], **epoch: Any) -> None:
+        self._batches = Batches(epoch["train_dataloader"])
+        if not self._has_begun:
+            self._has_begun = True
+            self._record.begin(
+                self._engine(), self._settings.transfer, says=bool(self._trainer.is_world_process_zero())
+            )
+            if self._loop is not None:
+                self._go_on(self._loop, epoch)
+            elif epoch["resume_from_checkpoint"] is None:  # else the position in the data is not known yet
+                self._write(epoch["epoch"], pending=None)
+        args = self._trainer.args
+        with replaced(args, "ignore_data_skip", args.ignore_data_skip and self._loop is None):
+            original(**epoch)
+        self._loop = None
+
+    def _skip(self, original: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
+        """Leave out the batches already used, if the loader does not continue from its position."""
+        if self._continues:
+            return loader
+        rest = original(loader, num_batches)
+        self._batches = Batches(rest, num_skipped=num_batches)
+        return rest
+
+    def _load_random(self, original: Callable[..., None], checkpoint: str | None) -> None:
+        if self._loop is None:
+            original(checkpoint)
+        elif self._same_ranks and not self._continues:
+            restore(self._loop[RNG_KEY], self._trainer.args.device)
+
+    def _end_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._trainer.state.global_step != self._recorded_step:
+            _, grad_norm, _, _, epoch = args[:5]
+            norm = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
+            self._write(epoch, pending={"grad_norm": norm, "learning_rate": kwargs["learning_rate"]})
+        original(*args, **kwargs)
+
+    # ---- the record
+
+    def _write(self, epoch: int, *, pending: ClientState | None) -> None:
+        """Write a record.
+
+        Args:
+            epoch: Number of the epoch.
+            pending: Arguments of ``_maybe_log_save_evaluate`` that follows; None before the first step.
+        """
+        trainer = self._trainer
+        self._recorded_step = trainer.state.global_step
+        if not self._record.is_on:
+            return
+        assert self._batches is not None
+        names = (field.name for field in fields(trainer.state) if field.name not in _LEFT_OUT)
+        loop = {
+            _STATE: {name: getattr(trainer.state, name) for name in names},
+            "callbacks": [[type(each).__name__, dict(each.state()["attributes"])] for each in _exportable(trainer)],
+            "control": {name: getattr(trainer.control, name) for name in _FLAGS},
+            "running": {name: getattr(trainer, name) for name in _RUNNING},
+            "tr_loss": trainer._tr_loss.detach(),
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            RNG_KEY: capture(trainer.args.device, world_size=trainer.args.world_size),
+            "batches": self._batches.state(),
+            "epoch": epoch,
+            "fraction": trainer.state.epoch - epoch if pending else 0.0,
+            "pending": pending,
+        }
+        self._record.record(loop, step=trainer.state.global_step)
+
+    def _go_on(self, loop: ClientState, epoch: dict[str, Any]) -> None:
+        """Continue the loop at the point where it resumes: repeat what followed the step, and end the epoch if it ends.
+
+        Args:
+            loop: The loop's part of the record.
+            epoch: Arguments of ``_run_epoch``; changed in place.
+        """
+        trainer = self._trainer
+        for name, value in loop["running"].items():
+            setattr(trainer, name, value)
+        trainer._tr_loss = loop["tr_loss"].to(trainer.args.device)
+        trainer._total_loss_scalar = -trainer._tr_loss.item()  # the result's mean is that of this call's steps
+        for name, value in loop["control"].items():
+            setattr(trainer.control, name, value)
+        state = loop[_STATE]
+        if state["global_step"] >= state["max_steps"]:  # it may have more steps now
+            trainer.control.should_training_stop = state["global_step"] >= trainer.state.max_steps
+        if self._same_ranks:
+            restore(loop[RNG_KEY], trainer.args.device)
+        self._recorded_step = trainer.state.global_step  # its record stays valid until the next step
+        if loop["pending"] is not None:
+            passed = (epoch[name] for name in ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time"))
+            pending = loop["pending"]
+            trainer._maybe_log_save_evaluate(
+                trainer._tr_loss, pending["grad_norm"], *passed, learning_rate=pending["learning_rate"]
+            )
+        if self._same_ranks:
+            loop[RNG_KEY] = capture(trainer.args.device, world_size=trainer.args.world_size)
+            self._find_batch(loop, epoch)
+
+    def _find_batch(self, loop: ClientState, epoch: dict[str, Any]) -> None:
+        """Make the epoch continue after the batches already used, or end at once if the recorded one ends here."""
+        trainer, steps = self._trainer, epoch["steps_in_epoch"]
+        used = round(loop["fraction"] * steps)
+        is_over = used >= steps or trainer.control.should_epoch_stop or trainer.control.should_training_stop
+        if is_over:
+            used = epoch["num_update_steps_per_epoch"] * trainer.args.gradient_accumulation_steps
+        epoch["steps_trained_in_current_epoch"] = used
+        if self._continues:
+            assert self._batches is not None
+            restore_now = partial(restore, loop[RNG_KEY], trainer.args.device)
+            self._batches.load(loop["batches"], is_over=is_over, when_fetched=restore_now)
+        if used > 0 and not is_over and getattr(epoch["train_dataloader"], "num_workers", 0):
+            warnings.warn(
+                "The resumed run is not exactly the one that was interrupted: DataLoader workers draw their random "
+                "numbers, if any, from new seeds.",
+                stacklevel=2,
+            )
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the loader continues from its recorded position in the epoch that resumes."""
+        has_position = self._batches is not None and self._batches.has_position
+        return self._loop is not None and self._loop["batches"] is not None and has_position and self._same_ranks
+
+
+def _has_loop(trainer: Trainer) -> bool:
+    return all(hasattr(trainer, name) for name in _METHODS)
+
+
+def _exportable(trainer: Trainer) -> list[Any]:
+    from transformers.trainer_callback import ExportableState
+
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]

@@ -1,0 +1,186 @@
+"""A training by transformers' Trainer that was interrupted resumes from storage as if it had never stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from lightning_smartinfinity import ConfigError, StorageError
+from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
+from tests.emulated_cuda.build import build, environment
+from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
+from tests.helpers.processes import environments_of
+from tests.helpers.runif import RunIf
+from tests.helpers.waiting import PROCESS_LIMIT
+from tests.huggingface.interrupted import MODULE, HuggingRun, Left, launch, train_interrupted
+from tests.huggingface.test_trl import CASES, trainer_of
+from tests.huggingface.trained import arguments, calling, dataset, load, train
+from tests.native.builds import ROOT
+
+
+@pytest.fixture(scope="module")
+def straight(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Left:
+    """Return what a training leaves that nothing interrupts."""
+    return train_interrupted(HuggingRun(str(tmp_path_factory.mktemp("straight")), str(model_folder)))
+
+
+def assert_goes_on(resumed: Left, straight: Left, *, after: int) -> None:
+    """Assert that a training went on after this number of steps or one less, first with what follows that step."""
+    first = resumed.logs[0][0]
+    assert after - 1 <= first <= after and resumed.end == straight.end
+    assert resumed.logs == [log for log in straight.logs if log[0] >= first]
+
+
+@pytest.mark.parametrize(
+    ("method", "step"),
+    long_but(
+        [("training_step", 4), ("_save_rng_state", 6)],
+        [(method, step) for step in (3, 4, 5, 6, 10) for method in ("evaluate", "_save_rng_state", "training_step")],
+    ),
+)
+def test_a_kill(method: str, step: int, straight: Left, model_folder: Path, tmp_path: Path, attack: Attack) -> None:
+    """After a kill before a step, in an evaluation or in a save, the rest has the bits of an uninterrupted training."""
+    happens = {"evaluate": step % 2 == 0, "_save_rng_state": step % 3 == 0 or step == 10, "training_step": step < 10}
+    if not happens[method]:
+        return
+    attack("kill of transformers' Trainer, then resume_from_checkpoint='storage'", tries=1, outcome="same bits")
+    run = HuggingRun(str(tmp_path), str(model_folder), how="kill", method=method, step=step)
+    assert launch(run) == -signal.SIGKILL
+    resumed = train_interrupted(dataclasses.replace(run, how="", resume="storage"))
+    assert_goes_on(resumed, straight, after=step)
+
+
+def test_ctrl_c(
+    straight: Left, model_folder: Path, tmp_path: Path, attack: Attack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ctrl-C at one place after the other loses nothing, and the end of the training says how to go on.
+
+    One script with "storage-or-new" resumes what is newest: here storage, or after Ctrl-C in a save the same from it.
+    """
+    attack("Ctrl-C in transformers' Trainer, then 'storage-or-new'", tries=4, outcome="same bits")
+    run = HuggingRun(str(tmp_path), str(model_folder), how="interrupt", resume="storage-or-new")
+    places = [("training_step", 0), ("evaluate", 2), ("_maybe_log_save_evaluate", 5), ("_save_rng_state", 9)]
+    for method, step in places:
+        caplog.clear()
+        with pytest.raises(KeyboardInterrupt):
+            train_interrupted(dataclasses.replace(run, method=method, step=step))
+        told = "run it again with trainer.train(resume_from_checkpoint='storage')" in caplog.text
+        assert told == (step > 0) == bool(list(tmp_path.glob("smart_infinity/*/*/state.bin")))
+    assert_goes_on(train_interrupted(dataclasses.replace(run, how="")), straight, after=9)
+    assert not list(tmp_path.glob("smart_infinity/*/*"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    long_but(
+        [{"dataloader_num_workers": 2, "lr_scheduler_type": "cosine"}],
+        [
+            {"dataloader_num_workers": 2, "lr_scheduler_type": "cosine"},
+            {"save_strategy": "epoch", "eval_strategy": "epoch", "logging_strategy": "epoch"},
+            {"gradient_accumulation_steps": 1, "load_best_model_at_end": True, "save_steps": 2},
+            {"accelerator_config": {"use_seedable_sampler": False}, "max_grad_norm": 0.1},
+            {"max_steps": 7, "logging_steps": 3},
+        ],
+    ),
+)
+def test_other_arguments(changes: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
+    """With workers, at the ends of epochs, and with other logs, the rest has the same bits, too."""
+    run = HuggingRun(str(tmp_path / "straight"), str(model_folder), changes=changes)
+    expected = train_interrupted(run)
+    for step, resume in ((3, None), (5, "storage")):
+        run = dataclasses.replace(run, out=str(tmp_path / "broken"), resume=resume)
+        with pytest.raises(KeyboardInterrupt):
+            train_interrupted(dataclasses.replace(run, how="interrupt", method="training_step", step=step))
+    resumed = train_interrupted(run)
+    assert resumed.end == expected.end
+    assert resumed.logs == expected.logs[-len(resumed.logs) :] != []
+
+
+@pytest.mark.long
+@RunIf(torch_without_cuda=True)
+def test_two_ranks(model_folder: Path, tmp_path: Path) -> None:
+    """Two ranks, on emulated devices, of which one is killed, go on to the bits of two that nothing interrupts."""
+
+    def run_of(name: str, **moment: Any) -> list[int]:
+        out = tmp_path / name
+        out.mkdir(exist_ok=True)
+        run = HuggingRun(str(out), str(model_folder), strategy={"watchdog_timeout": 5}, **moment)
+        path = out / "run.json"
+        path.write_text(json.dumps(dataclasses.asdict(run)))
+        with environments_of(2) as environments:
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, "-m", MODULE, str(path)],
+                    cwd=ROOT,
+                    env={**of_rank, **environment(build()), "LOCAL_WORLD_SIZE": "2"},
+                )
+                for of_rank in environments
+            ]
+            return [process.wait(PROCESS_LIMIT) for process in processes]
+
+    assert run_of("straight") == [0, 0]
+    assert -signal.SIGKILL in run_of("broken", how="kill", method="training_step", step=4)
+    assert run_of("broken", resume="storage") == [0, 0]
+    for rank in range(2):
+        resumed, straight = (
+            Left(**json.loads((tmp_path / name / f"left-{rank}.json").read_text())) for name in ("broken", "straight")
+        )
+        assert_goes_on(resumed, straight, after=4)
+
+
+def test_trl(model_folder: Path, tmp_path: Path) -> None:
+    """TRL's trainers inherit it: an SFTTrainer goes on after Ctrl-C, even in the same process, to the same losses."""
+
+    def stop(args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+    def losses(trainer: Any) -> list[float]:
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    with SmartInfinityTraining(tmp_path / "storage") as training:
+        broken = trainer_of(CASES["SFT"], model_folder, tmp_path / "broken", None, deepspeed=training.config)
+        broken.add_callback(stopping := calling(on_step_begin=stop))
+        with pytest.raises(KeyboardInterrupt):
+            broken.train()
+        broken.remove_callback(stopping)
+        broken.train(resume_from_checkpoint="storage")
+    with SmartInfinityTraining(tmp_path / "storage") as training:
+        straight = trainer_of(CASES["SFT"], model_folder, tmp_path / "straight", None, deepspeed=training.config)
+        straight.train()
+    assert losses(broken) == losses(straight)[-2:]
+
+
+def test_an_error_after_the_training(model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A script that fails before it saves the model is told that the training was complete, and how to save it."""
+
+    def script() -> None:
+        with SmartInfinityTraining(tmp_path / "storage") as training:
+            args = arguments(tmp_path, training.config, max_steps=2)
+            transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset(2)).train()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        script()
+    assert "The training was complete, but an error" in caplog.text and "trainer.save_model(folder)" in caplog.text
+    assert list(tmp_path.glob("storage/*/*/state.bin"))
+    caplog.clear()
+    resumed = train(model_folder, tmp_path, resume="storage", strategy={"storage": tmp_path / "storage"}, max_steps=2)  # type: ignore[arg-type]
+    assert resumed.losses == [] and not list(tmp_path.glob("storage/*/*"))
+
+
+def test_what_cannot_be_resumed(model_folder: Path, tmp_path: Path) -> None:
+    """Without anything on storage, with settings that keep nothing, or after a fit of Lightning, an error says so."""
+    with pytest.raises(StorageError, match="There is no optimizer state"):
+        train(model_folder, tmp_path, resume="storage")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"train\(resume_from_checkpoint='storage'\) resumes from storage, but"):
+        train(model_folder, tmp_path, resume="storage", strategy={"transfer": {"keep": False}})  # type: ignore[arg-type]

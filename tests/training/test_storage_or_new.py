@@ -1,0 +1,210 @@
+"""``ckpt_path="storage-or-new"``: one script that begins a training, and resumes it however often it is interrupted."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+from lightning_smartinfinity import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    SmartInfinityStrategy,
+    StorageCorruptError,
+)
+from lightning_smartinfinity.resume.schedules import advance_when_loaded
+from lightning_smartinfinity.settings.options import OF_FABRIC, OF_TRAINER, OF_TRANSFORMERS, refuse_unknown
+from tests.helpers.attacks import Attack
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
+from tests.stock.systems import Hook
+from tests.training.storage_worker import StorageRun, end_of, launch, steps_of
+
+START = "storage-or-new"
+
+
+def test_one_script_is_its_own_restart(tmp_path: Path, attack: Attack) -> None:
+    """The same command begins, resumes after kills and a signal, and ends as one that nothing interrupted."""
+    attack("kill or SIGTERM of a script with ckpt_path='storage-or-new'", tries=3, outcome="resumed to the bit")
+
+    def run(name: str, **moment: Any) -> int:
+        script = {"checkpoint": START, "transfer": {"keep": "on-failure"}, "epochs": 2}
+        return launch(StorageRun(out=str(tmp_path / name), storage=str(tmp_path / name / "st"), **script, **moment))[0]
+
+    assert run("straight") == 0
+    assert run("broken", kill_at="kill at step", kill_step=0) == -signal.SIGKILL  # before there is a step to resume
+    assert run("broken", kill_at="kill at step", kill_step=4, kill_after=0.005) == -signal.SIGKILL
+    run("broken", kill_at="term at batch end", kill_step=8)
+    assert run("broken") == 0
+    assert steps_of(tmp_path / "broken") == steps_of(tmp_path / "straight")
+    assert end_of(tmp_path / "broken") == end_of(tmp_path / "straight")
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("an error of the user's")
+
+
+class Script:
+    """Fits that save every two steps into one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.saved = root, root / "saved"
+
+    def fit(self, *, fails: int = -1, **settings: Any) -> str | None:
+        """Fit as one start of the script does, and return what it resumed from."""
+        saves = ModelCheckpoint(self.saved, filename="{step}", every_n_train_steps=2, save_top_k=-1, **settings)
+        trainer = quiet_trainer(
+            self.root, enable_checkpointing=True, callbacks=[saves, Hook(fails, fail)], max_steps=6, precision="32-true"
+        )
+        self.trainer = trainer
+        with pytest.raises(RuntimeError, match="the user's") if fails >= 0 else nullcontext():
+            trainer.fit(LitTiny(Recipe()), ckpt_path=START)
+        return None if trainer.ckpt_path is None else Path(trainer.ckpt_path).name
+
+
+def test_the_newest_is_resumed(tmp_path: Path) -> None:
+    """Of storage and checkpoints the one with more steps; of two with as many, the checkpoint; else nothing.
+
+    A checkpoint that holds weights only is no candidate. One that cannot be read ends the fit: it may be the newest.
+    """
+    script = Script(tmp_path)
+    assert script.fit(fails=4) is None
+    assert script.fit(fails=5) == "storage"  # a record of step 3, and step=2.ckpt
+    model = next((script.saved / "step=4.ckpt").rglob("*model_states.pt"))
+    whole = model.read_bytes()
+    model.write_bytes(whole[: len(whole) // 2])
+    before = sorted(tmp_path.glob("storage/*/*/*"))
+    with pytest.raises(CheckpointError, match=r"'storage-or-new' starts from .* the step of .*step=4.ckpt cannot"):
+        script.fit()
+    assert sorted(tmp_path.glob("storage/*/*/*")) == before
+    model.write_bytes(whole)
+    assert script.fit(fails=6) == "step=4.ckpt"  # as many steps as the record
+    shutil.rmtree(script.saved)
+    assert script.fit(save_weights_only=True) == "storage"
+    assert script.fit(fails=4) is None  # the fit before was complete
+    for file in tmp_path.glob("storage/default/*/training-?.bin"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(StorageCorruptError, match=r"records of .* are damaged.*from the checkpoint .*step=2.ckpt by"):
+        script.fit()
+
+
+def test_wrong_uses(tmp_path: Path) -> None:
+    """Settings that keep nothing are refused, and so are evaluations; a misspelled word is guessed."""
+    nothing = quiet_trainer(tmp_path, transfer={"keep": False})
+    with pytest.raises(ConfigError, match=r"fit\(ckpt_path='storage-or-new'\) resumes from storage, but the settings"):
+        nothing.fit(LitTiny(Recipe()), ckpt_path=START)
+    with pytest.raises(ConfigError, match=r"validate\(ckpt_path='storage-or-new'\) cannot work"):
+        quiet_trainer(tmp_path).validate(LitTiny(Recipe(validate=True)), ckpt_path=START)
+    with pytest.raises(CheckpointNotFoundError, match="Did you mean 'storage-or-new'"):
+        quiet_trainer(tmp_path).fit(LitTiny(Recipe()), ckpt_path="storage_or_new")
+    for remedies, told in ((OF_TRAINER, "fit"), (OF_FABRIC, "resume"), (OF_TRANSFORMERS, "train")):
+        with pytest.raises(ConfigError, match=f"{told}.*storage-or-new"):
+            refuse_unknown("Strategy", {"resume_from_checkpoint": START}, remedies=remedies)
+
+
+class Scheduled(LitTiny):
+    """Trains with a schedule that halves the rate every second step, and notes the values of each step."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.values = list[tuple[float, float]]()
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        group = self.trainer.optimizers[0].param_groups[0]
+        self.values.append((group["lr"], group["weight_decay"]))
+
+
+def test_new_hyperparameters(tmp_path: Path) -> None:
+    """A resumed fit keeps what it began with, and says so; by a call it takes what the script sets, at its step."""
+
+    def values(lr: float, *, fails: int = -1, resume: str | None = "storage", new: bool = False, decay: float) -> Any:
+        strategy = SmartInfinityStrategy(tmp_path / "storage")
+        if new:
+            strategy.use_new_hyperparameters()
+        module = Scheduled(Recipe(lr=lr, weight_decay=decay))
+        trainer = quiet_trainer(tmp_path, strategy, callbacks=[Hook(fails, fail)], max_steps=6, precision="32-true")
+        with pytest.raises(RuntimeError) if fails >= 0 else nullcontext():
+            trainer.fit(module, ckpt_path=resume)
+        if resume is None:
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+        return module.values
+
+    old = values(0.04, fails=3, resume=None, decay=0.1)
+    told = (
+        r"The script sets lr=0.08, weight_decay=0.2, but the training that it resumes began with lr=0.04, "
+        r"weight_decay=0.1, and keeps that. To .* values, call strategy.use_new_hyperparameters\(\) before trainer.fit"
+    )
+    for step in (4, 5):  # the second time, too
+        with pytest.warns(UserWarning, match=told):
+            old += values(0.08, fails=step, decay=0.2)[: 1 if step == 4 else 2]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The script sets")
+        new = values(0.08, new=True, decay=0.2)
+        from_checkpoint = values(0.08, new=True, decay=0.2, resume=str(tmp_path / "saved.ckpt"))
+    assert [round(lr, 9) for lr, _ in old] == [0.04, 0.04, 0.02, 0.02, 0.02, 0.01]
+    assert {decay for _, decay in old} == {0.1}
+    assert new == [(0.02, 0.2), (0.02, 0.2)]
+    assert from_checkpoint == [(0.04, 0.2), *new]
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "steps": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 5], 0.1),
+    "function": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4)),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 9, eta_min=1e-5),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 3 * optimizer.defaults["lr"], total_steps=9),
+    "chained": lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9)]),
+    "one after the other": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [3],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers_take_the_position_alone(name: str) -> None:
+    """A scheduler with a new rate goes on as if it had had that rate from its first step."""
+
+    def made(lr: float, steps: int) -> tuple[Any, Any]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=lr)
+        scheduler = SCHEDULES[name](optimizer)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        return optimizer, scheduler
+
+    saved = made(0.1, 4)[1].state_dict()
+    optimizer, scheduler = made(0.02, 0)
+    advance_when_loaded([scheduler, object()])
+    scheduler.load_state_dict(saved)
+    for steps in (4, 5, 6):
+        assert optimizer.param_groups[0]["lr"] == made(0.02, steps)[0].param_groups[0]["lr"]
+        scheduler.step()
+
+
+def test_a_plateau_keeps_its_counters() -> None:
+    """What it has seen of its metric stays; the rate is the new one."""
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.02)]
+    before, now = (lr_scheduler.ReduceLROnPlateau(optimizer, patience=1) for optimizer in optimizers)
+    for metric in (1.0, 2.0):
+        before.step(metric)
+    advance_when_loaded([now])
+    now.load_state_dict(before.state_dict())
+    assert (now.best, now.num_bad_epochs, optimizers[1].param_groups[0]["lr"]) == (1.0, 1, 0.02)
+    now.step(2.0)
+    assert optimizers[1].param_groups[0]["lr"] == pytest.approx(0.002)
