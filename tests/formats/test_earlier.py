@@ -18,9 +18,12 @@ from lightning_smartinfinity.storage.jobs.jobs import find_jobs
 from lightning_smartinfinity.storage.records.training_record import packed, read_training_records, record_name
 from tests.formats.earlier import ARCHIVES, STEPS, extracted, run
 from tests.helpers import power_loss
+from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
 
 WRITTEN = [(archive, kind) for archive, kinds in ARCHIVES.items() for kind in kinds]
+USUAL = [case for case in WRITTEN if case != ("2026-11-25-evening", "compressed")]
 WITHOUT_RECORDS, RELEASED = "2026-11-23", "0.1.0"
 
 
@@ -35,8 +38,8 @@ def content(storage: Path) -> dict[str, bytes]:
     return {name: data for name, data in power_loss.content(storage).items() if not name.endswith("lock")}
 
 
-@pytest.mark.parametrize(("archive", "kind"), WRITTEN)
-def test_a_fit_goes_on_from_it(archive: str, kind: str, folder: Path) -> None:
+@pytest.mark.parametrize(("archive", "kind"), long_but(USUAL, WRITTEN))
+def test_a_fit_goes_on_from_it(archive: str, kind: str, folder: Path, attack: Attack) -> None:
     """Parameters and the optimizer's state begin as they were when they were written, bit for bit.
 
     From storage, the batches are those that followed then. ``jobs`` lists the step that the fit goes on from, and a
@@ -55,6 +58,7 @@ def test_a_fit_goes_on_from_it(archive: str, kind: str, folder: Path) -> None:
             assert torch.equal(found[name], values), (source, name)
     if archive != RELEASED and kind == "two processes":
         assert torch.load(folder / "storage batches.pt") == torch.load(folder / "batches.pt")[STEPS:]
+    attack("upgrade, then a resume from storage or a checkpoint", tries=len(sources), outcome="resumed to the bit")
 
 
 @pytest.mark.parametrize(("archive", "kind"), [("2026-11-24", "plain")])
