@@ -32,6 +32,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"finetune_causal_lm: {error}. In the checkout: pip install '.[huggingface]'")
 
 SAMPLE_TOKENS = 40
+IF_POSSIBLE = "storage-or-new"  # resumes from the newest of storage and checkpoints, or begins
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -63,6 +64,8 @@ def require_own_folder(folder: Path, resumed: str | None) -> None:
         ValueError: Another training has its checkpoints there.
     """
     if resumed is not None and folder.resolve() == Path(resumed).absolute().parent.resolve():
+        return
+    if resumed == IF_POSSIBLE:
         return
     if any(folder.glob("*.ckpt")):
         raise ValueError(
@@ -215,7 +218,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--storage", nargs="+", metavar="FOLDER", help="folders for optimizer state")
     parser.add_argument("--run-dir", type=Path, help="for checkpoints and state (default: runs/ and the name of OUT)")
-    parser.add_argument("--resume", metavar="CKPT", help="go on exactly where a checkpoint was saved")
+    parser.add_argument(
+        "--resume", metavar="CKPT", help=f"go on exactly where a checkpoint was saved; {IF_POSSIBLE}: if there is any"
+    )
     parser.add_argument("--save-every", type=positive, metavar="STEPS", help="default: a checkpoint after each epoch")
     parser.add_argument("--keep", type=at_least(-1), default=1, help="newest checkpoints to keep; -1: all (default: 1)")
     parser.add_argument("--epochs", type=positive, default=1)
@@ -231,7 +236,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", type=positive, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    if options.resume is not None and not Path(options.resume).exists():
+    if options.resume not in (None, IF_POSSIBLE) and not Path(options.resume).exists():
         parser.error(f"--resume {options.resume}: no such checkpoint")
     options.run_dir = options.run_dir or Path("runs") / options.out.resolve().name
     return options
