@@ -66,7 +66,7 @@ class TextFolder(L.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None and self.train_windows is not None
         per_step = self.batch_size * trainer.accumulate_grad_batches
-        # Lightning replays a plain loader from its first batch: this one goes on where the steps ended.
+        # With plain Lightning, too, a resumed run goes on where the steps ended.
         sampler = EndlessSampler(
             len(self.train_windows),
             seed=self.seed,
@@ -74,7 +74,7 @@ class TextFolder(L.LightningDataModule):
             num_ranks=trainer.world_size,
             start=trainer.global_step * per_step,
         )
-        return DataLoader(self.train_windows, batch_size=self.batch_size, sampler=sampler)
+        return FromStep(self.train_windows, batch_size=self.batch_size, sampler=sampler)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         trainer = self.trainer
@@ -104,6 +104,16 @@ class Windows(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return self.bytes[index * self.block_size : (index + 1) * self.block_size + 1]
+
+
+class FromStep(DataLoader[Tensor]):
+    """A DataLoader whose sampler begins at the Trainer's step. It has a state, so that nothing else skips batches."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Load nothing: the sampler has begun at the step."""
 
 
 class EndlessSampler(Sampler[int]):

@@ -2,7 +2,7 @@
 
 An epoch's order is drawn from random generators, when the iterator is created or when it fetches its first batch. The
 loader's state holds the generators' states at both moments, and the number of batches fetched. A loader that has loaded
-a state draws the order again, skips these batches, and leaves the global generators as they were.
+a state draws the order again, skips these batches, and leaves all generators as they were.
 
     saved                   next ``__iter__`` after loading
     before the first batch  begins an epoch
@@ -15,24 +15,24 @@ from __future__ import annotations
 import copyreg
 import functools
 import itertools
-import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from lightning_smartinfinity.resume.random_states import global_states, restore_globals
+
 __all__ = [
     "begin_epoch",
-    "global_states",
+    "is_of_other_data",
     "is_position",
     "keeping_position",
     "keeps_position",
-    "restore_globals",
+    "with_shared_once",
 ]
 
 _KEPT = "_kept_position"  # Lightning ignores attributes with an underscore when it recreates a loader
@@ -71,6 +71,33 @@ def is_position(state: Any) -> bool:
     return isinstance(state, dict) and {"is_within", "num_fetched", "generators", "is_alive"} <= state.keys()
 
 
+def is_of_other_data(loader: Any, state: dict[str, Any]) -> bool:
+    """Return whether a position within an epoch was saved with another number of samples or another batch size."""
+    now = _sizes(loader)
+    return bool(state["is_within"]) and any(state.get(name, now[name]) != now[name] for name in now)
+
+
+def with_shared_once(loaders: list[Any], states: list[Any]) -> list[Any]:
+    """Return the states of loaders so that only the first loader with a generator restores it.
+
+    Loaders that share a generator draw from it in turn. If each restored it, the draws of those before would be undone.
+
+    Args:
+        loaders: Loaders that may share generators.
+        states: A state or None for each; those of other loaders than :func:`keeping_position` are returned unchanged.
+    """
+    seen: set[int] = set()
+    changed = []
+    for loader, state in zip(loaders, states, strict=False):
+        if keeps_position(loader) and is_position(state):
+            of_loader = zip(_generators(loader), state["generators"], strict=False)
+            first = [None if id(generator) in seen else own for generator, own in of_loader]
+            seen.update(map(id, _generators(loader)))
+            state = {**state, "generators": first}
+        changed.append(state)
+    return changed
+
+
 def begin_epoch(loader: Any) -> None:
     """Make the next ``__iter__`` begin an epoch, even if the loaded state is from within one.
 
@@ -83,12 +110,6 @@ def begin_epoch(loader: Any) -> None:
     """
     if _KEPT in getattr(loader, "__dict__", {}) and (state := _kept(loader).pending) is not None:
         loader.load_state_dict(_state_between_epochs(state["generators"], state["is_alive"]))
-
-
-def _take_seed(loader: Any, state: dict[str, Any]) -> None:
-    sampler = _distributed_sampler(loader)
-    if sampler is not None and state.get("seed") is not None:
-        sampler.seed = state["seed"]  # Lightning made the sampler with the seed of seed_everything
 
 
 @functools.cache
@@ -139,11 +160,14 @@ class _Position:
 
     def load(self, loader: Any, state: dict[str, Any]) -> None:
         self.pending, self.progress = state, None
-        _take_seed(loader, state)
+        sampler = _distributed_sampler(loader)
+        if sampler is not None and state.get("seed") is not None:
+            sampler.seed = state["seed"]  # Lightning made the sampler with the seed of seed_everything
+        _restore_generators(loader, state["generators"])
 
     def state(self, loader: Any) -> dict[str, Any]:
         sampler = _distributed_sampler(loader)
-        return {**self._present(loader), "seed": None if sampler is None else sampler.seed}
+        return {**self._present(loader), "seed": None if sampler is None else sampler.seed, **_sizes(loader)}
 
     def _present(self, loader: Any) -> dict[str, Any]:
         if self.progress is not None:
@@ -247,7 +271,10 @@ def _prepare(loader: Any, create: Callable[[], Iterator[Any]], state: dict[str, 
 
 
 def _rest_of_epoch(loader: Any, create: Callable[[], Iterator[Any]], state: dict[str, Any]) -> Iterator[Any]:
-    """Return an iterator over the remaining batches of a saved epoch. The global generators do not change."""
+    """Return an iterator over the remaining batches of a saved epoch. The generators do not change.
+
+    If only the present loader has workers, they draw ahead of the saved epoch, from the user's generators, too.
+    """
     now = _random_states(loader)
     try:
         if isinstance(loader.dataset, IterableDataset) or _iterates_otherwise(loader):
@@ -255,6 +282,8 @@ def _rest_of_epoch(loader: Any, create: Callable[[], Iterator[Any]], state: dict
         return _after_drawing(loader, state, now)
     finally:
         restore_globals(now)
+        if not loader.num_workers or state["has_workers"]:
+            _restore_generators(loader, now["generators"])
 
 
 def _iterates_otherwise(loader: Any) -> bool:
@@ -271,8 +300,6 @@ def _after_fetching(loader: Any, create: Callable[[], Iterator[Any]], state: dic
     if state["first"] is not None and not state["has_workers"]:
         _restore(loader, state["first"])
     deque(itertools.islice(batches, state["num_fetched"]), maxlen=0)
-    if not loader.num_workers:
-        _restore_generators(loader, state["generators"])
     return batches
 
 
@@ -290,7 +317,7 @@ def _after_drawing(loader: Any, state: dict[str, Any], now: dict[str, Any]) -> I
     batches = iter(again)
     if loader.num_workers == 0:
         skipping.before = skipping.before or _random_states(loader)
-        skipping.after = now | {"generators": state["generators"]}
+        skipping.after = now
     elif loader.persistent_workers:
         loader._iterator = batches
     return batches
@@ -362,32 +389,23 @@ def _generator_states(loader: Any) -> list[torch.Tensor]:
     return [generator.get_state() for generator in _generators(loader)]
 
 
-def _restore_generators(loader: Any, states: list[torch.Tensor]) -> None:
+def _restore_generators(loader: Any, states: list[torch.Tensor | None]) -> None:
     for generator, state in zip(_generators(loader), states, strict=False):  # the user may have added one
-        generator.set_state(state)
+        if state is not None:
+            generator.set_state(state)
+
+
+def _sizes(loader: Any) -> dict[str, int | None]:
+    """Return what tells one data set from another, as far as it is known without reading it."""
+    dataset = loader.dataset
+    is_sized = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+    return {"num_samples": len(dataset) if is_sized else None, "batch_size": loader.batch_size}
 
 
 def _random_states(loader: Any) -> dict[str, Any]:
     return global_states() | {"generators": _generator_states(loader)}
 
 
-def global_states() -> dict[str, Any]:
-    """Return the states of the global generators on the CPU, in types that torch.load accepts."""
-    name, keys, *position = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": (name, np.asarray(keys).tolist(), *position),
-        "python": random.getstate(),
-    }
-
-
 def _restore(loader: Any, states: dict[str, Any]) -> None:
     restore_globals(states)
     _restore_generators(loader, states["generators"])
-
-
-def restore_globals(states: dict[str, Any]) -> None:
-    """Restore the global generators from a result of :func:`global_states`."""
-    torch.set_rng_state(states["torch"])
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+from lightning_smartinfinity.resume.fit_point import Following
 from lightning_smartinfinity.resume.loader_position import begin_epoch, keeps_position
 
 __all__ = [
     "begin_epoch_after_last",
+    "begin_next_epoch",
     "continue_epoch",
+    "go_on_after_batch",
     "is_stateful",
     "load_loader_states",
     "load_only_own_states",
     "loaders_of",
     "passed_to_run",
+    "warn_of_other_processes",
     "without_positions",
 ]
 
@@ -45,10 +50,9 @@ def passed_to_run(trainer: Any, name: str) -> Any:
 
 
 def without_positions(loops: dict[str, Any], trainer: Any) -> dict[str, Any]:
-    """Return the saved loops without the positions of plain loaders, which only training records hold.
+    """Return the saved loops without the positions of plain loaders, which a checkpoint has elsewhere.
 
-    A checkpoint then behaves as with any other strategy: Lightning replays a plain loader from its first batch, and a
-    sampler that itself begins at the saved step skips nothing twice.
+    Lightning with another strategy counts the states, and finds those of loaders that have states there, too.
 
     Args:
         loops: The value of ``"loops"`` in a checkpoint of Lightning.
@@ -107,10 +111,46 @@ def load_loader_states(trainer: Any) -> None:
         iter(fit_loop._data_fetcher)
 
 
-def continue_epoch(trainer: Any) -> None:
-    """Restore a resumed fit loop's point in the epoch. Call it directly after random states have been restored.
+def begin_next_epoch(trainer: Any) -> None:
+    """Make a resumed fit loop begin an epoch as a loop that never stopped.
 
-    An epoch's iterator draws from torch's generator when it is created, and Lightning has already created one.
+    Args:
+        trainer: Trainer whose fit is about to begin its first epoch; all epochs of its saved progress are complete.
+    """
+    fit_loop = trainer.fit_loop
+    fit_loop._restarting = fit_loop._resuming_from_checkpoint = False
+    fit_loop.epoch_loop.restarting = False
+    if fit_loop.epoch_loop.batch_progress.total.ready > 0:  # else the iterators exist already
+        for loader in loaders_of(fit_loop):
+            begin_epoch(loader)
+
+
+def warn_of_other_processes(trainer: Any, before: int) -> None:
+    """Warn what happens to the rest of an epoch that another number of processes has begun.
+
+    Args:
+        trainer: Trainer whose fit is about to continue.
+        before: Number of processes of the saved fit.
+    """
+    progress, epochs = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress.current
+    done, num_batches = progress.current.processed, trainer.num_training_batches
+    if done == 0 or progress.is_last_batch or epochs.started == 0 or not trainer.is_global_zero:
+        return
+    warnings.warn(
+        f"The fit was saved within an epoch, in which each of {before} processes had taken {done} batches. Now an "
+        f"epoch has {num_batches} batches for each of {trainer.world_size} processes. Of this epoch, {done} of them "
+        f"count as taken, and the other {max(1, num_batches - done)} are the first batches of the present DataLoader, "
+        "unless it has state_dict and load_state_dict. So the epoch repeats some samples and leaves out others. The "
+        "following epochs are complete.",
+        stacklevel=2,
+    )
+
+
+def continue_epoch(trainer: Any) -> None:
+    """Restore a resumed fit loop's point in the epoch, from a checkpoint of an earlier version without positions.
+
+    Call it directly after random states have been restored. An epoch's iterator draws from torch's generator when it is
+    created, and Lightning has already created one.
 
     Args:
         trainer: Trainer whose fit is about to begin its first epoch.
@@ -130,8 +170,10 @@ def continue_epoch(trainer: Any) -> None:
             # iterator.
             iter(fit_loop._data_fetcher)
     elif progress.current.ready > 0 and not _goes_on_within_an_epoch(fit_loop):
-        lost.append("Lightning replays the epoch's batches from the first, since the DataLoader has no state")
-        remedies.append("use one with state_dict and load_state_dict, such as torchdata's StatefulDataLoader")
+        lost.append(
+            "Lightning replays the epoch's batches from the first, since an earlier version saved no position of the "
+            "DataLoader"
+        )
         warnings.filterwarnings("ignore", message=_LIGHTNING_WARNING)
     elif progress.current.ready > 0 and any(getattr(loader, "num_workers", 0) for loader in loaders_of(fit_loop)):
         lost.append("DataLoader workers draw the rest of the epoch's augmentations, if any, from new seeds")
@@ -143,6 +185,34 @@ def continue_epoch(trainer: Any) -> None:
             f"and schedulers are exact. For the rest, {', or '.join(remedies)}.",
             stacklevel=2,
         )
+
+
+def go_on_after_batch(trainer: Any, *, fetch_ahead: Callable[[], None], follows: Following) -> None:
+    """Make a restarted loop continue within an epoch: with the end of a batch, the next batch or the epoch's end.
+
+    Lightning's own restart infers from the saved progress what followed the batch, and would skip a validation or count
+    a step twice.
+
+    Args:
+        trainer: Trainer whose fit is about to begin its first epoch, directly after random states were restored.
+        fetch_ahead: Function to call within the epoch that the loop continues.
+        follows: What the loop does next.
+    """
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    run_start = type(epoch_loop).on_run_start
+    begin_epoch_after_last(fit_loop)
+
+    def start_once(data_fetcher: Any) -> None:
+        del epoch_loop.on_run_start  # restores the class's method
+        run_start(epoch_loop, data_fetcher)
+        fetch_ahead()
+        fit_loop._restarting = False
+        epoch_loop.restarting = False
+        if follows is not Following.BATCH:
+            epoch_loop._skip_next_val = follows is Following.VALIDATION_END
+            epoch_loop.on_advance_end(data_fetcher)
+
+    epoch_loop.on_run_start = start_once
 
 
 def begin_epoch_after_last(fit_loop: Any) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed
 
-__all__ = ["RNG_KEY", "RandomStates", "capture", "fits", "restore"]
+__all__ = ["RNG_KEY", "RandomStates", "capture", "fits", "global_states", "restore", "restore_globals"]
 
 RNG_KEY = "smart_infinity_rng"
 """Key of the random state in what is saved beside the optimizer state; each rank's file holds its own."""
@@ -28,12 +28,15 @@ def capture(device: torch.device, *, world_size: int) -> dict[str, Any]:
         device: Device that this rank trains on.
         world_size: Number of processes; the states are meaningless with another number.
     """
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {"world_size": world_size, "cuda": cuda, **global_states()}
+
+
+def global_states() -> dict[str, Any]:
+    """Return the states of the global generators on the CPU, in types that torch.load(weights_only=True) accepts."""
     name, keys, *position = np.random.get_state()
     return {
-        "world_size": world_size,
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        # These are no types of numpy's, so that torch.load(weights_only=True) accepts a checkpoint made one file.
         "numpy": (name, np.asarray(keys).tolist(), *position),
         "python": random.getstate(),
     }
@@ -41,11 +44,16 @@ def capture(device: torch.device, *, world_size: int) -> dict[str, Any]:
 
 def restore(state: Mapping[str, Any], device: torch.device) -> None:
     """Continue this rank's generators from a result of :func:`capture`."""
-    torch.set_rng_state(state["torch"])
+    restore_globals(state)
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
+
+
+def restore_globals(states: Mapping[str, Any]) -> None:
+    """Restore the global generators on the CPU from a result of :func:`global_states`."""
+    torch.set_rng_state(states["torch"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
 
 
 def fits(state: Mapping[str, Any], *, world_size: int, warn: bool) -> bool:

@@ -180,6 +180,14 @@ def random_states(make: Any, root: Path) -> Any:
 
 
 @situation
+def unshuffled(make: Any, root: Path) -> Any:
+    """Fit a DataLoader with ``shuffle=False``, with the samplers that Lightning chooses."""
+    module = Everything()
+    make(max_epochs=2, use_distributed_sampler=True).fit(module)
+    return module.losses
+
+
+@situation
 def two_fits(make: Any, root: Path) -> Any:
     """Fit twice with one Trainer."""
     trainer, module = make(max_steps=3), Everything()

@@ -42,6 +42,7 @@ UNLIKE_PLAIN = {
     "several_backwards": "only the last backward pass before a step counts",
     "skipped_batch": "refused by name",
     "strided": "parameters that are not contiguous break the set-up",
+    "unshuffled": "Lightning adds a sampler that shuffles",
 }
 ERRORS = {
     "clipping_by_value": "MisconfigurationException: DeepSpeed does not support clipping gradients by value",

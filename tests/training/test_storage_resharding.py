@@ -74,7 +74,7 @@ def test_another_number_of_processes(before: int, devices: int, settings: dict[s
     assert code != 0 and "an error of the user's" in output, output[-4000:]
     for out, resumed in ((folder, {"resume": True}), (other, {"checkpoint": str(folder / "last.ckpt")})):
         _, output = run(out, devices=devices, seed=2, **resumed, **settings, ends=0)
-        assert output.count("random states are not restored") == 1
+        assert output.count("random states are not restored") == output.count("The fit was saved within an epoch") == 1
     for rank in range(devices):
         ours, theirs = steps_of(folder, rank), steps_of(other, rank)
         assert [ours[step] for step in (4, 5)] == [*theirs.values()]

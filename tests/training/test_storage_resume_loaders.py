@@ -1,10 +1,11 @@
-"""An interrupted fit resumes from storage with the batches and random numbers of one that never stopped."""
+"""A fit resumes, from storage or a checkpoint, with the batches and random numbers of one that never stopped."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityStrategy
+from tests.helpers.long_cases import long_but
 from tests.helpers.trainers import quiet_trainer
 from tests.training.loaders import Noisy, Plain, SizedStream, Stream, generator
 
 NUM_EPOCHS = 3
+Point = tuple[str, int]
+"""A hook, and the number of its calls."""
 
 
 class Broken(Exception):
@@ -28,13 +32,28 @@ class Broken(Exception):
 
 
 class Module(pl.LightningModule):
-    """Writes down what each batch holds and what is drawn beside it, and raises before a step."""
+    """Writes down what each batch holds and what is drawn beside it, raises before a step, and saves checkpoints.
 
-    def __init__(self, make: Callable[[], Any], *, breaks_at: int | None = None) -> None:
+    Attributes:
+        seen: What was written down.
+        saved: For each checkpoint, how much had been written down before the batch that was not finished.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        *,
+        breaks_at: int | None = None,
+        folder: Path | None = None,
+        points: Collection[Point] | None = None,
+    ) -> None:
         super().__init__()
         self.make, self.breaks_at = make, breaks_at
+        self.folder, self.points = folder, points
         self.net = nn.Linear(1, 1)
         self.seen: list[Any] = []
+        self.saved: dict[Point, int] = {}
+        self.calls: Counter[str] = Counter()
 
     def train_dataloader(self) -> Any:
         return self.make()
@@ -45,6 +64,33 @@ class Module(pl.LightningModule):
     def on_train_batch_start(self, *_: Any) -> None:
         if self.trainer.global_step == self.breaks_at:
             raise Broken
+        self.save("batch start")
+
+    def on_train_start(self) -> None:
+        self.save("start")
+
+    def on_train_epoch_start(self) -> None:
+        self.save("epoch start")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.save("step", unfinished=1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.save("batch end")
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.save("validation end")
+
+    def on_train_epoch_end(self) -> None:
+        self.save("epoch end")
+
+    def save(self, hook: str, *, unfinished: int = 0) -> None:
+        self.calls[hook] += 1
+        point = hook, self.calls[hook]
+        if self.folder is not None and (self.points is None or point in self.points):
+            self.saved[point] = len(self.seen) - unfinished
+            self.trainer.save_checkpoint(self.folder / "-".join(map(str, point)))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         parts = list(batch.values()) if isinstance(batch, dict) else [batch]
@@ -87,11 +133,13 @@ class Counting(Stream):
         return (torch.tensor([float(index)]) for index in range(11))
 
 
-def combined(mode: str, first: Any = Noisy, *, own: bool = False) -> Callable[[], Any]:
-    """Return what makes two loaders, each with a generator of its own or both with torch's."""
+def combined(mode: str, first: Any = Noisy, *, own: bool = False, shared: bool = False) -> Callable[[], Any]:
+    """Return what makes two loaders, each with a generator of its own, both with one, or both with torch's."""
 
     def make() -> Any:
         a, b = (generator(seed) if own else None for seed in (5, 6))
+        if shared:
+            a = b = generator()
         shuffle = {} if issubclass(first, Stream) else {"shuffle": True}
         loaders = {
             "a": DataLoader(first(), 2, generator=a, **shuffle),
@@ -126,6 +174,12 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "two, cycle, stream": (combined("max_size_cycle", Stream), {}),
     "two, longest, stream": (combined("max_size", Stream), {}),
     "two, cycle, generator": (combined("max_size_cycle", own=True), {}),
+    "two, cycle, shared generator": (combined("max_size_cycle", shared=True), {}),
+    "two, longest, shared generator": (combined("max_size", shared=True), {}),
+    "plain": (lambda: DataLoader(Noisy(), 3), {}),
+    "generator": (lambda: DataLoader(Noisy(), 3, shuffle=True, generator=generator()), {}),
+    "validation": (shuffled(), {"val_check_interval": 2, "limit_val_batches": 1}),
+    "steps": (shuffled(), {"max_steps": 10, "max_epochs": -1}),
     "loaded again": (shuffled(), EVERY),
     "loaded again, limit": (shuffled(), {**EVERY, "limit_train_batches": 2}),
     "every second epoch": (shuffled(), {"reload_dataloaders_every_n_epochs": 2}),
@@ -135,6 +189,7 @@ SHORT = {
     "stream": [3],
     "stream, own state": [6],
     "two, cycle, stream": [4],
+    "two, cycle, shared generator": [5],
     "loaded again": [1],
     "workers": [2],
 }
@@ -153,6 +208,18 @@ def fit(module: Module, root: Path, *, seed: int, settings: dict[str, Any], resu
         trainer.fit(module, ckpt_path=resume)
     strategy.close()
     return trainer.global_step
+
+
+def check_checkpoints(name: str, root: Path, points: Collection[Point] | None) -> None:
+    """Assert that a fit goes on from its checkpoints, of some points or all."""
+    make, settings = CASES[name]
+    whole = Module(make, folder=root, points=points)
+    fit(whole, root / "whole", seed=1, settings=settings)
+    for point in points or whole.saved:
+        resumed, saved = Module(make), "-".join(map(str, point))
+        folder = root / f"from {saved}"
+        fit(resumed, folder, seed=9, settings=settings, resume=str(root / saved))
+        assert resumed.seen == whole.seen[whole.saved[point] :], f"saved at {point}"
 
 
 def check(name: str, root: Path, breaks: list[int] | None) -> None:
@@ -189,6 +256,71 @@ def test_every_loader_goes_on(name: str, breaks: list[int] | None, tmp_path: Pat
         check(name, tmp_path, breaks)
     warned = any("not exactly" in str(warning.message) for warning in told)
     assert warned == (name in ("workers", "stream, worker that stays"))
+
+
+CHECKPOINTS: dict[str, list[Point]] = {
+    "stream": [("step", 3), ("batch end", 8)],
+    "two, cycle, shared generator": [("batch end", 4), ("epoch end", 1)],
+    "validation": [("batch end", 2), ("validation end", 3), ("step", 4), ("epoch start", 2)],
+    "loaded again, limit": [("batch end", 1), ("epoch end", 2)],
+    "workers": [("batch end", 1)],
+    "stream, own state": [("batch end", 2)],
+}
+"""Cases that always run, each with the points at which it is saved."""
+
+
+@pytest.mark.parametrize(
+    ("name", "points"),
+    [
+        *itertools.starmap(pytest.param, CHECKPOINTS.items()),
+        *(pytest.param(name, None, marks=pytest.mark.long, id=f"{name}, every point") for name in CASES),
+    ],
+)
+def test_every_loader_goes_on_from_a_checkpoint(name: str, points: Collection[Point] | None, tmp_path: Path) -> None:
+    """Whichever hook saves it, a process with another seed goes on with the batch that the fit had not finished."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        check_checkpoints(name, tmp_path, points)
+    warned = any("not exactly" in str(warning.message) for warning in told)
+    assert warned == (name in ("workers", "stream, worker that stays"))
+
+
+@pytest.mark.parametrize("num_steps", long_but([6], [4, 6, 8]))
+def test_a_checkpoint_saved_after_the_fit(num_steps: int, tmp_path: Path) -> None:
+    """A fit that max_steps ended, within an epoch or with one, goes on as one of more steps, and warns of nothing.
+
+    It does not matter what the script does before it saves.
+    """
+    make, further = CASES["steps"]
+    whole, begun, resumed = Module(make), Module(make), Module(make)
+    fit(whole, tmp_path / "whole", seed=1, settings=further)
+    pl.seed_everything(1)
+    settings = {"max_steps": num_steps, "check_val_every_n_epoch": 9, "num_sanity_val_steps": 0}
+    trainer = quiet_trainer(tmp_path, precision="32-true", **settings)
+    trainer.fit(begun)
+    trainer.validate(begun, verbose=False)
+    torch.rand(3)
+    trainer.save_checkpoint(tmp_path / "after")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*resum")
+        fit(resumed, tmp_path / "resumed", seed=9, settings=further, resume=str(tmp_path / "after"))
+    assert [one for one in begun.seen if one[0] != "validation"] + resumed.seen == whole.seen
+
+
+def test_a_loader_of_other_data_begins_the_epoch_again(tmp_path: Path) -> None:
+    """A position within an epoch means nothing for another number of samples. A warning says what happens instead."""
+    point: Point = ("batch end", 2)
+    fit(
+        Module(lambda: DataLoader(Plain(), 3), folder=tmp_path, points=[point]),
+        tmp_path / "whole",
+        seed=1,
+        settings={"max_epochs": 1},
+    )
+    resumed = Module(lambda: DataLoader([torch.ones(1)] * 30, 3))  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="a DataLoader with another number of samples or another batch size begins"):
+        resume = str(tmp_path / "batch end-2")
+        fit(resumed, tmp_path / "resumed", seed=9, settings={"max_epochs": 1}, resume=resume)
+    assert len(resumed.seen) == 8
 
 
 class Untold:

@@ -16,6 +16,7 @@ from lightning.fabric.strategies import deepspeed as stock
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer, _unwrap_objects
+from torch.utils.data import DataLoader
 
 from lightning_smartinfinity.integrations.fabric.strategy import SmartInfinityFabricStrategy
 from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
@@ -53,6 +54,18 @@ def test_connector_sets_the_precision_on_the_strategy() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, strategy=SmartInfinityFabricStrategy(), precision="bf16-mixed")
     assert type(fabric.strategy.precision) is SmartInfinityFabricPrecision
     assert fabric._precision is fabric.strategy.precision, "Fabric would go on with DeepSpeed's own plugin"
+
+
+@pytest.mark.seam("Fabric, too, keeps the order of DataLoaders: one process its sampler, several the user's shuffle")
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_fabric_adds_samplers_by_the_strategys_options(shuffle: bool) -> None:
+    """_requires_distributed_sampler asks distributed_sampler_kwargs, and _get_distributed_sampler the DataLoader."""
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=SmartInfinityFabricStrategy())
+    loader = DataLoader(range(4), shuffle=shuffle)  # type: ignore[arg-type]
+    assert not fabric._requires_distributed_sampler(loader)
+    with mock.patch.object(SmartInfinityFabricStrategy, "distributed_sampler_kwargs", {}):
+        assert fabric._requires_distributed_sampler(loader)
+    assert fabric._get_distributed_sampler(loader, num_replicas=2, rank=0).shuffle == shuffle
 
 
 @pytest.mark.seam("no_backward_sync without a warning")

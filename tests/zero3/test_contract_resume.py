@@ -16,9 +16,12 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch.utils.data import DataLoader
+from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_smartinfinity.common.patches import replaced
+from lightning_smartinfinity.integrations.trainer import loader_order
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import _FIELDS
 from lightning_smartinfinity.resume import loops
 
@@ -51,6 +54,20 @@ def test_loops_have_what_a_resume_asks_them() -> None:
     assert _DataFetcher().length is None
     texts = [text for text in _TrainingEpochLoop.reset.__code__.co_consts if isinstance(text, str)]
     assert any(text.startswith(loops._LIGHTNING_WARNING) for text in texts), "a resumed user is warned twice"
+
+
+@pytest.mark.seam("checkpoints hold what a fit does next, and a resumed fit does it")
+def test_loops_say_what_comes_next() -> None:
+    """The state of _FitLoop has epoch_progress and epoch_loop.batch_progress, whose numbers are those of the loops.
+    _TrainingEpochLoop has _num_ready_batches_reached, _skip_next_val and val_loop, which has _has_run.
+    """
+    fit_loop = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
+    saved = fit_loop.state_dict()
+    for progress in (saved["epoch_progress"], saved["epoch_loop.batch_progress"]):
+        assert all({*progress[of]} == {"ready", "started", "processed", "completed"} for of in ("current", "total"))
+    assert saved["epoch_loop.batch_progress"]["is_last_batch"] is False
+    epoch_loop = fit_loop.epoch_loop
+    assert epoch_loop._skip_next_val is epoch_loop.val_loop._has_run is epoch_loop._num_ready_batches_reached() is False
 
 
 @pytest.mark.seam("passed_to_run: a user's consent to other types in a checkpoint")
@@ -94,6 +111,29 @@ def test_a_loader_resets_the_iterator_of_persistent_workers() -> None:
     with mock.patch.object(plain, "_get_iterator") as made_by:
         assert iter(plain) is made_by.return_value
     assert plain._iterator is None
+
+
+@pytest.mark.seam("DataLoaders keep their order, unless a fit was begun in Lightning's")
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_lightning_prepares_every_loader_by_one_method(shuffle: bool) -> None:
+    """_process_dataloader calls _prepare_dataloader of Trainer._data_connector, and shuffles all training loaders if
+    _accelerator_connector.use_distributed_sampler; _is_dataloader_shuffled returns what the user has passed.
+    """
+    trainer = pl.Trainer(accelerator="cpu", strategy="ddp", devices=1, logger=False, enable_checkpointing=False)
+    own = DataLoader(range(4), shuffle=shuffle)  # type: ignore[arg-type]
+
+    def sampler(stage: RunningStage = RunningStage.TRAINING) -> Any:
+        loader: Any = _process_dataloader(trainer, TrainerFn.FITTING, stage, own)
+        return loader.sampler
+
+    assert isinstance(sampler(), DistributedSampler) and sampler().shuffle
+    loader_order.keep_order(trainer, lambda: True, is_single=False)
+    assert isinstance(sampler(), DistributedSampler) and sampler().shuffle == shuffle
+    loader_order.keep_order(trainer, lambda: True, is_single=True)
+    assert sampler() is sampler(RunningStage.VALIDATING) is own.sampler
+    loader_order.keep_order(trainer, lambda: False, is_single=True)
+    with pytest.warns(UserWarning, match="It continues in that order"):
+        assert sampler().shuffle
 
 
 def quiet() -> pl.Trainer:

@@ -46,7 +46,6 @@ __all__ = [
     "averages_weights",
     "configured_optimizer",
     "copy_around_training",
-    "keep_samplers",
     "synchronize_layers",
     "warn_of_changed_weights",
 ]
@@ -131,11 +130,6 @@ def copy_around_training(trainer: pl.Trainer) -> None:
     for callback in _callbacks(trainer):
         for name in ("log", "log_dict"):
             setattr(callback, name, _as_function(getattr(callback, name)))
-
-
-def keep_samplers(trainer: pl.Trainer) -> None:
-    """Keep the order of batches: with one process of DeepSpeed, Lightning would add a sampler that shuffles."""
-    trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def _copied(trainer: pl.Trainer, memo: dict[int, object]) -> pl.Trainer:

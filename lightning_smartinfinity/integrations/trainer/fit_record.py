@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -20,12 +20,16 @@ from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointIndex, model_checkpoints
-from lightning_smartinfinity.resume.fit_loaders import FitLoaders, take_seed
+from lightning_smartinfinity.resume.fit_loaders import FitLoaders
+from lightning_smartinfinity.resume.fit_point import Following, following, settle
 from lightning_smartinfinity.resume.loops import (
-    begin_epoch_after_last,
+    begin_next_epoch,
     continue_epoch,
+    go_on_after_batch,
     load_loader_states,
     passed_to_run,
+    warn_of_other_processes,
+    without_positions,
 )
 from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.resume.record import FitRecord
@@ -40,12 +44,13 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
     from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 
-__all__ = ["RESUMED_FROM", "TrainerFitRecord", "go_on_after_batch", "loop_state", "restore_loop", "watch_steps"]
+__all__ = ["RESUMED_FROM", "TrainerFitRecord", "loop_state", "restore_loop", "watch_steps"]
 
 RESUMED_FROM = (LIGHTNING_KEY, "loops", "lr_schedulers")
 """Keys of a checkpoint without which no fit can resume from it."""
 
 _SUFFIX = ModelCheckpoint.FILE_EXTENSION
+_POINT = "point"  # a key beside the random states in checkpoints
 _INDEX = "books"  # a key in stored training records: a new name could not read those of earlier versions
 _LEFT_OUT = frozenset(
     {
@@ -81,9 +86,11 @@ class TrainerFitRecord(FitRecord):
         self.was_interrupted = False
         self._index: CheckpointIndex | None = None
         self._random_state: dict[str, Any] | None = None
-        self._goes_on_after_batch = False
+        self._other_processes: int | None = None  # that saved, if their number was another
+        self._follows: Following | None = None
         self._loaders: FitLoaders | None = None
         self._saved_loaders: dict[str, Any] | None = None
+        self._at_end: dict[str, Any] | None = None
 
     def begin_run(self, trainer: pl.Trainer, settings: StrategySettings, *, removes_state: bool) -> None:
         """Reset for a new run, and decide whether it resumes from storage. Collective.
@@ -98,9 +105,10 @@ class TrainerFitRecord(FitRecord):
             CheckpointError, StorageError: It resumes from what is newest, which cannot be told.
         """
         self.end()
-        self._random_state = self._saved_loaders = None
-        self._loaders = FitLoaders(trainer) if trainer.state.fn == TrainerFn.FITTING else None
-        self.resumes = self._goes_on_after_batch = self.was_interrupted = False
+        self._random_state = self._saved_loaders = self._follows = self._other_processes = None
+        if trainer.state.fn == TrainerFn.FITTING:  # else a checkpoint may still be saved of the fit before
+            self._trainer, self._loaders, self._at_end = trainer, FitLoaders(trainer), None
+        self.resumes = self.was_interrupted = False
         doing, given = trainer.state.fn, passed_to_run(trainer, "ckpt_path")
         if doing is None or given not in (STORAGE, STORAGE_OR_NEW):
             return
@@ -135,14 +143,65 @@ class TrainerFitRecord(FitRecord):
             index: Index of the Trainer's ModelCheckpoints; None if nothing is trained.
         """
         self._index = index
-        watch_steps(trainer, partial(self._record_loop, trainer, after_batch=True))
+        watch_steps(trainer, partial(self._record_loop, trainer, Following.BATCH))
 
-    def take_random_state(self, trainer: pl.Trainer, client_state: ClientState) -> None:
-        """Remove the random states from a checkpoint, and keep them until training starts if this run uses them."""
+    def keeps_order(self) -> bool:
+        """Return whether DataLoaders that are set up now keep their own order."""
+        is_fit = self._loaders is not None and self._trainer.state.fn == TrainerFn.FITTING
+        return not is_fit or self._loaders is None or self._loaders.keep_order
+
+    def add_point(self, checkpoint: ClientState, random: dict[str, Any]) -> None:
+        """Add to a checkpoint of Lightning the point of the fit, and random states.
+
+        Args:
+            checkpoint: The checkpoint; changed in place.
+            random: The present random states.
+        """
+        point = random
+        if "loops" in checkpoint and self._loaders is not None:
+            point = self._at_end or self._point(random)
+            checkpoint["loops"] = without_positions(checkpoint["loops"], self._trainer)
+        checkpoint[RNG_KEY] = point
+
+    def note_end(self) -> None:
+        """Keep the point at which a fit ends, for checkpoints that are saved afterwards."""
+        if self._loaders is not None and self._at_end is None:
+            trainer = self._trainer
+            self._at_end = self._point(capture(trainer.strategy.root_device, world_size=trainer.world_size))
+
+    def _point(self, random: dict[str, Any]) -> dict[str, Any]:
+        trainer, loaders = self._trainer, self._loaders
+        assert loaders is not None
+        follows = following(trainer.fit_loop, is_ending_batch=trainer.validating)
+        position, before = loaders.state_at_any_time(in_new_epoch=follows is Following.EPOCH)
+        connector = trainer._logger_connector
+        is_running = (trainer.training or trainer.validating) and trainer.state.status == TrainerStatus.RUNNING
+        metrics = connector.callback_metrics if is_running else connector._callback_metrics
+        values = {name: value.detach().cpu() for name, value in metrics.items()}
+        return {**(before or random), _POINT: {"follows": follows.value, "loaders": position, "metrics": values}}
+
+    def take_point(self, trainer: pl.Trainer, client_state: ClientState) -> None:
+        """Remove the random states and the fit's point from a checkpoint, and keep them if this run uses them."""
         state = client_state.pop(RNG_KEY, None)
-        if state is not None and trainer.state.fn == TrainerFn.FITTING:
-            usable = fits(state, world_size=trainer.world_size, warn=trainer.is_global_zero)
-            self._random_state = state if usable else None
+        if state is None or trainer.state.fn != TrainerFn.FITTING or not self._take_random(trainer, state):
+            return
+        assert self._loaders is not None
+        point = state.get(_POINT)
+        if point is None:
+            self._loaders.expect(None)
+            return
+        self._follows, self._saved_loaders = Following(point["follows"]), point["loaders"]
+        trainer._logger_connector._callback_metrics.update(point["metrics"])
+        settle(client_state["loops"]["fit_loop"], self._follows)
+        if self._saved_loaders is not None:
+            self._loaders.expect(self._saved_loaders)
+
+    def _take_random(self, trainer: pl.Trainer, state: dict[str, Any]) -> bool:
+        if not fits(state, world_size=trainer.world_size, warn=trainer.is_global_zero):
+            self._other_processes = state["world_size"]
+            return False
+        self._random_state = state
+        return True
 
     def restore_fit(self, trainer: pl.Trainer, engine: SmartInfinityEngine) -> ClientState:
         """Restore the engine from the training record; return the checkpoint dictionary for Lightning. Collective.
@@ -154,10 +213,11 @@ class TrainerFitRecord(FitRecord):
         checkpoint = restore_loop(trainer, loop)
         if self._index is not None:
             restore_index(trainer, self._index, engine.saves, loop, checkpoint.get("callbacks", {}))
-        self._goes_on_after_batch, self._saved_loaders = loop["after_batch"], loop["loaders"]
-        if fits(loop[RNG_KEY], world_size=trainer.world_size, warn=trainer.is_global_zero):
-            self._random_state = loop[RNG_KEY]
-            take_seed(loop["loaders"])
+        follows = loop.get("follows", Following.BATCH.value if loop["after_batch"] else None)
+        self._follows, self._saved_loaders = None if follows is None else Following(follows), loop["loaders"]
+        if self._take_random(trainer, loop[RNG_KEY]):
+            assert self._loaders is not None
+            self._loaders.expect(loop["loaders"])
         return checkpoint
 
     def begin_fit(self, trainer: pl.Trainer, engine: SmartInfinityEngine, transfer: TransferConfig) -> None:
@@ -171,28 +231,33 @@ class TrainerFitRecord(FitRecord):
             # are.
             self._loaders.load(self._saved_loaders, own_only=state is None)
             self._saved_loaders = None
+        if self._other_processes is not None:
+            warn_of_other_processes(trainer, self._other_processes)
         if state is not None:
             restore(state, trainer.strategy.root_device)
-        if self._goes_on_after_batch:
-            go_on_after_batch(trainer, fetch_ahead=self._loaders.fetch_ahead)
+        if self._follows is Following.EPOCH:
+            begin_next_epoch(trainer)
+        elif self._follows is not None:
+            go_on_after_batch(trainer, fetch_ahead=self._loaders.fetch_ahead, follows=self._follows)
         elif state is not None:
             continue_epoch(trainer)
         self.begin(engine, transfer, says=trainer.is_global_zero)
         if not self.resumes:  # else the record that the fit resumes from stays valid until the next step
-            self._record_loop(trainer, after_batch=False)
+            self._record_loop(trainer, self._follows)
 
-    def _record_loop(self, trainer: pl.Trainer, *, after_batch: bool) -> None:
+    def _record_loop(self, trainer: pl.Trainer, follows: Following | None) -> None:
         """Write a training record.
 
         Args:
             trainer: The Trainer.
-            after_batch: Whether the loop has finished a batch; False if the fit is about to begin.
+            follows: What the loop does next; None if Lightning infers it from the progress.
         """
         if self.is_on:
             assert self._loaders is not None
             random = capture(trainer.strategy.root_device, world_size=trainer.world_size)
             loop = {
-                "after_batch": after_batch,
+                "after_batch": follows not in (None, Following.EPOCH),
+                "follows": None if follows is None else follows.value,
                 RNG_KEY: random,
                 "loaders": self._loaders.state(),
                 **loop_state(trainer),
@@ -322,27 +387,3 @@ def watch_steps(trainer: pl.Trainer, note: Callable[[], None]) -> None:
             note()
 
     loop.on_advance_end = end_and_note  # type: ignore[method-assign]
-
-
-def go_on_after_batch(trainer: pl.Trainer, *, fetch_ahead: Callable[[], None]) -> None:
-    """Make a restarted loop continue as after the end of a batch: with the next batch or the end of the epoch.
-
-    Lightning's own restart infers from the saved progress what followed the batch, and would skip a validation or count
-    a step twice.
-
-    Args:
-        trainer: Trainer whose fit is about to begin its first epoch, directly after random states were restored.
-        fetch_ahead: Function to call within the epoch that the loop continues.
-    """
-    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    run_start = type(epoch_loop).on_run_start
-    begin_epoch_after_last(fit_loop)
-
-    def start_once(data_fetcher: Any) -> None:
-        del epoch_loop.on_run_start  # restores the class's method
-        run_start(epoch_loop, data_fetcher)
-        fetch_ahead()
-        fit_loop._restarting = False
-        epoch_loop.restarting = False
-
-    epoch_loop.on_run_start = start_once  # type: ignore[method-assign]

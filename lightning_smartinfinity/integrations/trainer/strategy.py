@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,12 +42,12 @@ from lightning_smartinfinity.integrations.trainer.callback_support import (
     averages_weights,
     configured_optimizer,
     copy_around_training,
-    keep_samplers,
     synchronize_layers,
     warn_of_changed_weights,
 )
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointIndex
 from lightning_smartinfinity.integrations.trainer.fit_record import RESUMED_FROM, TrainerFitRecord
+from lightning_smartinfinity.integrations.trainer.loader_order import keep_order
 from lightning_smartinfinity.integrations.trainer.model_checkpoint import (
     check_folders,
     save_beside_training,
@@ -56,8 +56,8 @@ from lightning_smartinfinity.integrations.trainer.model_checkpoint import (
 from lightning_smartinfinity.native import take_back_ask_to_end
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
 from lightning_smartinfinity.resume.loader_position import keeping_position
-from lightning_smartinfinity.resume.loops import passed_to_run, without_positions
-from lightning_smartinfinity.resume.random_states import RNG_KEY, capture
+from lightning_smartinfinity.resume.loops import passed_to_run
+from lightning_smartinfinity.resume.random_states import capture
 from lightning_smartinfinity.resume.schedules import advance_when_loaded
 from lightning_smartinfinity.settings import (
     ActivationOffload,
@@ -195,8 +195,8 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         if self.lightning_module is not None:
             adapt_callbacks(self.lightning_module.trainer)
             copy_around_training(self.lightning_module.trainer)
-            if self.num_nodes * self.num_processes == 1:
-                keep_samplers(self.lightning_module.trainer)
+            is_single = self.num_nodes * self.num_processes == 1
+            keep_order(self.lightning_module.trainer, self._fit_record.keeps_order, is_single=is_single)
         # DeepSpeedStrategy's own version refuses every accelerator but CUDA.
         super(DeepSpeedStrategy, self).setup_environment()
 
@@ -241,8 +241,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)
         assert self.lightning_module is not None
-        resumable = self._settings.transfer.is_resumable and self.lightning_module.trainer.training
-        return keeping_position(loader) if resumable else loader
+        return keeping_position(loader) if self.lightning_module.trainer.training else loader
 
     @override
     def on_train_start(self) -> None:
@@ -290,6 +289,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         self.drain()
         self._finish_saves()
         super().on_train_end()
+        self._fit_record.note_end()
 
     def _finish_saves(self) -> None:
         assert self._training_engine is not None
@@ -336,9 +336,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
                 # checkpoint's requests get the usual time limit again.
                 self.drain()
                 take_back_ask_to_end()
-                checkpoint[RNG_KEY] = capture(self.root_device, world_size=self.world_size)
-                if "loops" in checkpoint and self.lightning_module is not None:
-                    checkpoint["loops"] = without_positions(checkpoint["loops"], self.lightning_module.trainer)
+                self._fit_record.add_point(checkpoint, capture(self.root_device, world_size=self.world_size))
                 super().save_checkpoint(checkpoint, filepath, storage_options)
         finally:
             self.model = present
@@ -359,7 +357,8 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> ClientState:
         from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
         from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import await_seen
-        from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_by, loading_policy
+        from lightning_smartinfinity.zero3.checkpoints.formats.trust import loading_policy
+        from lightning_smartinfinity.zero3.checkpoints.formats.whole_file import load_verified
         from lightning_smartinfinity.zero3.checkpoints.load.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.engine.load_save import load_engine
         from lightning_smartinfinity.zero3.engine.portable import PortableEngine
@@ -380,7 +379,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
             if self.load_full_weights:
                 await_seen(checkpoint_path)
                 with raising_together(), reading_checkpoint(checkpoint_path):
-                    loaded: ClientState = load_by(super().load_checkpoint, checkpoint_path)
+                    loaded: ClientState = load_verified(super().load_checkpoint, checkpoint_path)
                     full_state_dict(loaded, checkpoint_path)
                 return loaded
             assert isinstance(self.model, PortableEngine)
@@ -394,7 +393,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
             )
         client_state.setdefault(LIGHTNING_KEY, lightning.__version__)  # Lightning reads it before an evaluation, too
         client_state.setdefault("state_dict", self.lightning_module.state_dict())  # for on_load_checkpoint
-        self._fit_record.take_random_state(trainer, client_state)
+        self._fit_record.take_point(trainer, client_state)
         return client_state
 
     @override
@@ -420,6 +419,8 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
     def on_exception(self, exception: BaseException) -> None:
         self._fit_record.was_interrupted = True
         super().on_exception(exception)
+        with suppress(Exception):  # a loader may be what has failed
+            self._fit_record.note_end()
         shutdown.end_by(exception, self.lightning_module)
 
     @override

@@ -7,14 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_smartinfinity.resume.loader_position import (
-    begin_epoch,
-    global_states,
-    is_position,
-    keeping_position,
-    keeps_position,
-    restore_globals,
-)
+from lightning_smartinfinity.resume.loader_position import begin_epoch, is_position, keeping_position, keeps_position
+from lightning_smartinfinity.resume.random_states import global_states, restore_globals
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 __all__ = ["Batches"]

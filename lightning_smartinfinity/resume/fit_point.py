@@ -1,0 +1,70 @@
+"""The point of a fit at which a checkpoint was saved, and the point at which the resumed fit continues.
+
+A checkpoint may be saved in any hook. Lightning's own restart infers from the saved progress what follows, and leaves
+out a validation that was due, an epoch's hooks, or the rest of an epoch that ``max_steps`` ended. So the checkpoint
+holds what follows, as a :class:`Following`, and :func:`settle` changes the saved progress accordingly.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+__all__ = ["Following", "following", "settle"]
+
+
+class Following(Enum):
+    """What a fit does next."""
+
+    EPOCH = "epoch"
+    """It begins an epoch."""
+    BATCH = "batch"
+    """It fetches the next batch of the epoch, or repeats the batch within which it was saved."""
+    BATCH_END = "batch end"
+    """It ends a batch: with a validation, if one is due."""
+    VALIDATION_END = "validation end"
+    """It ends a batch whose validation has run."""
+
+
+def following(fit_loop: Any, *, is_ending_batch: bool) -> Following:
+    """Return what a fit loop does next.
+
+    Args:
+        fit_loop: Fit loop of a Trainer, in any hook or after the fit.
+        is_ending_batch: Whether the loop is at the end of a batch, where it validates.
+    """
+    epoch, batch = fit_loop.epoch_progress.current, fit_loop.epoch_loop.batch_progress.current
+    has_begun = 0 < epoch.ready == epoch.started
+    if not has_begun or (epoch.processed == epoch.ready and fit_loop.epoch_loop._num_ready_batches_reached()):
+        return Following.EPOCH
+    if epoch.processed == epoch.ready:  # max_steps or a callback has ended the fit within the epoch
+        return Following.BATCH
+    if batch.ready == batch.processed > batch.completed:
+        return Following.BATCH_END
+    if not is_ending_batch:
+        return Following.BATCH
+    validation = fit_loop.epoch_loop.val_loop
+    progress = validation.batch_progress.current
+    has_validated = validation._has_run and progress.ready == progress.completed
+    return Following.VALIDATION_END if has_validated else Following.BATCH_END
+
+
+def settle(fit_loop: dict[str, Any], follows: Following) -> None:
+    """Change a fit loop's saved progress to that of a loop that has finished what came before.
+
+    Args:
+        fit_loop: The value of ``"fit_loop"`` in the loops of a checkpoint; changed in place.
+        follows: What the fit does next.
+    """
+    epoch, batch = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
+    for of_epoch in (epoch["current"], epoch["total"]):
+        if follows is Following.EPOCH:
+            of_epoch.update(dict.fromkeys(("ready", "started", "completed"), of_epoch["processed"]))
+        else:
+            of_epoch.update(dict.fromkeys(("processed", "completed"), of_epoch["ready"] - 1))
+    if follows is Following.EPOCH:
+        return
+    if batch["current"]["ready"] > batch["current"]["processed"]:
+        batch["is_last_batch"] = False
+    for of_batch in (batch["current"], batch["total"]):
+        of_batch.update(dict.fromkeys(("ready", "started", "completed"), of_batch["processed"]))
