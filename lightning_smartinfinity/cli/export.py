@@ -13,7 +13,8 @@ DESCRIPTION = """\
 Write the weights of a checkpoint for use without this package: a folder that from_pretrained of transformers loads, or
 one file that load_from_checkpoint of Lightning takes. Takes checkpoints of this strategy, of stock DeepSpeed with
 ZeRO-3, and universal ones. Memory stays bounded whatever the size. OUT must not exist, or be an empty folder; it is
-complete or absent: an error or Ctrl-C leaves nothing. The checkpoint stays.
+complete or absent: an error or Ctrl-C leaves nothing. The checkpoint stays. OUT has checksums, which
+`smart-infinity scrub OUT` compares.
 """
 
 

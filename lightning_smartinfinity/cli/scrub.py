@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["Found", "DESCRIPTION", "add_options", "run", "scrub_jobs"]
 
 DESCRIPTION = """\
-Read every byte that has a checksum, and name what is damaged: the newest state of all jobs in storage folders, or a
-checkpoint, universal or not. Nothing is changed, except that a save which was interrupted while it replaced another is
-put back. Exit status 0 if all is whole, 1 if something is damaged, 2 if it could not be told.
+Read every byte that has a checksum, and name what is damaged: the newest state of all jobs in storage folders with
+their training records, a checkpoint, universal or not, or an export. Nothing is changed, except that a save which was
+interrupted while it replaced another is put back. Exit status 0 if all is whole, 1 if something is damaged, 2 if it
+could not be told.
 """
 _UNKNOWN = 2
 
@@ -45,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=storage_folder,
         metavar="PATH",
-        help="a checkpoint, or storage folders: all those over which the state is spread",
+        help="a checkpoint, an export or one file of it, or storage folders: all those over which the state is spread",
     )
     parser.add_argument("--job", help="check the state of this job alone")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -86,6 +87,8 @@ def _scrub(options: argparse.Namespace, show: Show, say: Callable[[str], None]) 
     from lightning_smartinfinity.storage.io.files import limited
 
     paths, name = options.paths, options.job
+    if name is None and len(paths) == 1 and limited("Looking at", paths[0], _may_be_export, paths[0]):
+        return _scrub_checkpoint(paths[0], options.weights_only, show, say)
     jobs, unread = limited("Looking at", paths[0], _found_at, paths)
     jobs = [job for job in jobs if name in (None, job.name)]
     if jobs:
@@ -183,12 +186,22 @@ def _check_record(record: TrainingRecord) -> None:
     read_content(record)
 
 
+def _may_be_export(path: Path) -> bool:
+    return path.is_file() or any(path.glob("*.safetensors*"))
+
+
 def _scrub_checkpoint(path: Path, weights_only: bool, show: Show, say: Callable[[str], None]) -> Found:
     from lightning_smartinfinity.zero3 import prepare_environment  # imports DeepSpeed, which is slow
 
     prepare_environment("cpu", local_world_size=1)
+    from lightning_smartinfinity.export.scrub import is_export, scrub_export
     from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
 
-    scrubbed = scrub_checkpoint(path, weights_only=weights_only, show=show)
-    say(f"{path}: {len(scrubbed.files)} files read")
-    return Found(damaged=scrubbed.damaged, unknown=scrubbed.unknown)
+    scrubbed = [scrub_export(path, show=show)] if is_export(path) else []
+    if not scrubbed or (path / "latest").exists():  # a checkpoint of transformers' Trainer holds an export, too
+        scrubbed.append(scrub_checkpoint(path, weights_only=weights_only, show=show))
+    say(f"{path}: {sum(len(each.files) for each in scrubbed)} files read")
+    return Found(
+        damaged=[sentence for each in scrubbed for sentence in each.damaged],
+        unknown=[sentence for each in scrubbed for sentence in each.unknown],
+    )

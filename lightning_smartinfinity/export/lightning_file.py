@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,7 +19,9 @@ from lightning_smartinfinity.export.routes import ExportPlan, plain_plan, router
 from lightning_smartinfinity.resume.random_states import RNG_KEY
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_weights import CheckpointWeights
+from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import PartChecksums
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile, TensorStream, saved_with_room
+from lightning_smartinfinity.zero3.checkpoints.formats.whole_file import CHECKSUMS_KEY, room_for_checksums
 
 __all__ = ["write_lightning_file"]
 
@@ -62,13 +65,14 @@ def _weights_file(source: CheckpointWeights, plan: ExportPlan, path: Path) -> It
             for name, spec in plan.tensors.items()
             if name not in source.contents.buffers
         }
+        checksums = room_for_checksums(list(rooms), [room.nbytes for room in rooms.values()])
     with storage_errors("Writing", path):
-        file = saved_with_room(_checkpoint(source, rooms), path)
+        file = saved_with_room({**_checkpoint(source, rooms), CHECKSUMS_KEY: checksums}, path)
     with closing(file):
         streams = _Streams(file, path, rooms)
         yield streams
         with storage_errors("Writing", path):
-            streams.require_complete()
+            streams.write_checksums()
             file.flush()
 
 
@@ -99,14 +103,21 @@ class _Streams:
         self._unwritten = {name: room.numel() for name, room in rooms.items()}
         saved = file.state["state_dict"]
         self._streams: dict[str, TensorStream] = {name: file.stream([saved[name]]) for name in rooms}
+        self._checksums = {name: PartChecksums(room.nbytes) for name, room in rooms.items()}
+        self._of_checksums = file.stream([file.state[CHECKSUMS_KEY]["crc32c"]])
         self._ends = dict.fromkeys(rooms, 0)
 
     def write(self, name: str, begin: int, values: torch.Tensor) -> None:
         assert begin == self._ends[name], "checksums need the elements in order"
+        content = values.contiguous().view(torch.uint8).numpy()
+        self._checksums[name].add(begin * values.element_size(), content)
         with storage_errors("Writing", self._path):
-            self._streams[name].write(values.contiguous().view(torch.uint8).numpy())
+            self._streams[name].write(content)
         self._ends[name] += values.numel()
         self._unwritten[name] -= values.numel()
 
-    def require_complete(self) -> None:
+    def write_checksums(self) -> None:
         assert not any(self._unwritten.values()), f"not all elements were written: {self._unwritten}"
+        values = [value for checksums in self._checksums.values() for value in checksums.values()]
+        if values:
+            self._of_checksums.write(np.array(values, np.int64))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from lightning_smartinfinity.common.progress import Advance, showing_progress
 from lightning_smartinfinity.common.transformers_models import Model, ModelDescription, optional_package
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_smartinfinity.export.checksums import CHECKSUMS_NAME, HEADER, ExportChecksums, read_checksums
 from lightning_smartinfinity.export.companions import Origin, write_companions
 from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.names import plan_for
@@ -42,7 +44,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class OriginalWeights:
-    """The safetensors files in a folder of transformers.
+    """The safetensors files in a folder of transformers. What is read is verified, if an export wrote them.
 
     Args:
         folder: The folder.
@@ -52,6 +54,7 @@ class OriginalWeights:
     def __init__(self, folder: Path, *, prefix: str) -> None:
         self._folder = folder
         self._prefix = f"{prefix}."
+        self._verified: set[str] = set()
 
     def spec(self, name: str, shape: torch.Size) -> TensorSpec:
         """Return a tensor's shape, and its dtype in the files.
@@ -69,7 +72,18 @@ class OriginalWeights:
             return TensorSpec(shape, found[:0].dtype if shape else file.get_tensor(self._own_name(name)).dtype)
 
     def windows(self, name: str, spec: TensorSpec) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the windows of a flat tensor, each with the index of its first element."""
+        """Yield the windows of a flat tensor, each with the index of its first element.
+
+        The values may be overwritten when the next window is read.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
+        if self._checksums is not None:
+            own = self._own_name(name)
+            for begin, block in self._checksums.blocks(self._files[own], own):
+                yield begin // spec.dtype.itemsize, torch.from_numpy(block).view(spec.dtype)
+            return
         with self._opened(name) as file:
             if not spec.shape:
                 yield 0, file.get_tensor(self._own_name(name)).reshape(1)
@@ -94,6 +108,7 @@ class OriginalWeights:
 
         file = self._folder / self._files[self._own_name(name)]
         require_file(file)
+        self._require_header(file.name)
         return safe_open(file, framework="pt")
 
     @cached_property
@@ -102,8 +117,10 @@ class OriginalWeights:
         safetensors = optional_package("safetensors", purpose=f"Reading the weights in {self._folder}")
         try:
             if (self._folder / _INDEX).is_file():
+                self._require_header(_INDEX)
                 return dict(json.loads((self._folder / _INDEX).read_text())["weight_map"])
             require_file(self._folder / _WEIGHTS)
+            self._require_header(_WEIGHTS)
             with safetensors.safe_open(self._folder / _WEIGHTS, framework="pt") as file:
                 return dict.fromkeys(file.keys(), _WEIGHTS)
         except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
@@ -111,6 +128,22 @@ class OriginalWeights:
                 f"{self._folder} holds no readable safetensors files: {error}.",
                 "Pass a folder with model.safetensors as --model.",
             ) from error
+
+    @cached_property
+    def _checksums(self) -> ExportChecksums | None:
+        checksums = read_checksums(self._folder)
+        if checksums is None:
+            warnings.warn(
+                f"{self._folder} has no {CHECKSUMS_NAME}, so damage of the weights that are read from it would not be "
+                "noticed.",
+                stacklevel=2,
+            )
+        return checksums
+
+    def _require_header(self, file: str) -> None:
+        if self._checksums is not None and file not in self._verified:
+            self._checksums.require(file, HEADER)
+            self._verified.add(file)
 
 
 _SMALL_FILES_BYTES = 1 << 20

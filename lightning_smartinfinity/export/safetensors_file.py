@@ -13,10 +13,14 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.export.checksums import HEADER, Part
 from lightning_smartinfinity.storage.io.files import OpenFile, limited
+from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import PartChecksums
 from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import TensorSpec
 
 __all__ = ["SafetensorsFile"]
@@ -60,13 +64,16 @@ class SafetensorsFile:
     def __init__(self, path: Path, tensors: Mapping[str, TensorSpec]) -> None:
         self._tensors = tensors
         self._unwritten = {name: spec.nbytes for name, spec in tensors.items()}
-        header, self._offsets = _layout(tensors)
+        header, offsets = _layout(tensors)
+        self._offsets = {HEADER: 0, **offsets}
+        sizes = {HEADER: len(header), **self._unwritten}
+        self._checksums = {name: PartChecksums(nbytes) for name, nbytes in sizes.items()}
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         self._file = OpenFile(path, flags, doing="Creating", cached_bytes=_UNFLUSHED_BYTES)
         try:
-            total = len(header) + sum(self._unwritten.values())
+            total = sum(sizes.values())
             limited(f"Allocating {total} bytes for", path, os.posix_fallocate, self._file.descriptor, 0, total)
-            self._file.write_all(memoryview(header), 0)
+            self._write(HEADER, 0, np.frombuffer(header, np.uint8))
         except BaseException:
             self.abandon()
             raise
@@ -83,9 +90,20 @@ class SafetensorsFile:
             OSError: They could not be written.
         """
         assert values.dtype == self._tensors[name].dtype
-        content = values.contiguous().flatten().view(torch.uint8).numpy().data
-        self._file.write_all(content, self._offsets[name] + begin * values.element_size())
+        content = values.contiguous().flatten().view(torch.uint8).numpy()
+        self._write(name, begin * values.element_size(), content)
         self._unwritten[name] -= content.nbytes
+
+    def _write(self, part: str, begin: int, content: NDArray[np.uint8]) -> None:
+        self._checksums[part].add(begin, content)
+        self._file.write_all(content.data, self._offsets[part] + begin)
+
+    def parts(self) -> dict[str, Part]:
+        """Return the parts of the file, which must be complete: its header, and its tensors by name."""
+        return {
+            name: Part(self._offsets[name], checksums.nbytes, checksums.values())
+            for name, checksums in self._checksums.items()
+        }
 
     def close(self) -> None:
         """Flush and close the file, which must be complete."""

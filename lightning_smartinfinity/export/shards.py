@@ -1,4 +1,4 @@
-"""Writes an export's tensors to one safetensors file, or to several with an index."""
+"""Writes an export's tensors to one safetensors file, or to several with an index, and their checksums."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
+from lightning_smartinfinity.export.checksums import HEADER, Part, write_checksums
 from lightning_smartinfinity.export.safetensors_file import SafetensorsFile
 from lightning_smartinfinity.settings.rules import in_bytes, num_bytes
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import checksums_of
 from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import TensorSpec
 
 __all__ = ["SHARD_SIZE", "Shards", "writing_shards"]
@@ -48,12 +50,16 @@ class Shards:
             self._opened[file].write(name, begin, values)
 
     def close(self) -> None:
-        """Flush and close all files, and write the index if there are several."""
+        """Flush and close all files; write the index if there are several, and the checksums."""
         for name, file in self._opened.items():
             with storage_errors("Writing", self._folder / name):
                 file.close()
+        parts = {name: file.parts() for name, file in self._opened.items()}
         if len(self._opened) > 1:
-            (self._folder / _INDEX).write_text(json.dumps(self._index(), indent=2, sort_keys=True) + "\n")
+            index = (json.dumps(self._index(), indent=2, sort_keys=True) + "\n").encode()
+            (self._folder / _INDEX).write_bytes(index)
+            parts[_INDEX] = {HEADER: Part(0, len(index), checksums_of(index))}
+        write_checksums(self._folder, parts)
 
     def abandon(self) -> None:
         """Close all files as they are; idempotent."""

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_smartinfinity.export.checksums import CHECKSUMS_NAME
 from tests.helpers.trainers import quiet_trainer
 
 VOCAB, LENGTH = 67, 16
@@ -136,3 +137,10 @@ def train(root: Path, module: LitModel, strategy: Any = None, **settings: Any) -
 def files_of(folder: Path) -> dict[str, bytes]:
     """Return the content of every file of a folder."""
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def without_checksums(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file of an export, except for its checksums, which transformers does not write."""
+    files = files_of(folder)
+    del files[CHECKSUMS_NAME]
+    return files

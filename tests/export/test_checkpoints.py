@@ -27,9 +27,10 @@ from lightning_smartinfinity.errors import (
 )
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import MODEL_KEY
-from tests.export.models import KINDS, LitModel, Trained, build, files_of, logits, train
+from tests.export.models import KINDS, LitModel, Trained, build, files_of, logits, train, without_checksums
 from tests.export.worker import after
 from tests.helpers.attacks import Attack
+from tests.helpers.damage import flip_bit_behind
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
@@ -193,16 +194,24 @@ def test_frozen_weights_that_were_left_out_come_from_the_model(tmp_path: Path) -
         export(training.checkpoint, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"'inner.model.model.embed_tokens.weight' for one"):
         export(training.checkpoint, tmp_path / "out", to="lightning")
-    export(training.checkpoint, tmp_path / "out", model=tmp_path / "before")
+    with pytest.warns(UserWarning, match="before has no smart_infinity_checksums.json"):
+        export(training.checkpoint, tmp_path / "out", model=tmp_path / "before")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "live")
+    export(training.checkpoint, tmp_path / "again", model=tmp_path / "out")
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "live")
     loaded = type(before).from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded), training.logits)
+    frozen = training.weights["model.embed_tokens.weight"].numpy().tobytes()
+    flip_bit_behind(frozen[:64], tmp_path / "out" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"the checksum of 'model\.embed_tokens\.weight' from byte 0 on is wrong"):
+        export(training.checkpoint, tmp_path / "damaged", model=tmp_path / "out")
+    assert not (tmp_path / "damaged").exists()
 
 
 def small_files_of(folder: Path) -> dict[str, bytes]:
     """Return the files of an export but those that every export has."""
     weights = {"config.json", "generation_config.json", "model.safetensors"}
-    files = files_of(folder)
+    files = without_checksums(folder)
     assert files.keys() >= weights
     return {name: content for name, content in files.items() if name not in weights}
 
@@ -457,8 +466,8 @@ def test_an_export_has_the_files_of_transformers(kind: str, trained: Train, tmp_
     """All files have the bytes that save_pretrained of transformers writes of the same weights."""
     training = trained(kind)
     expected = files_of(stock_save(kind, training.weights, tmp_path / "stock"))
-    assert files_of(exported(training.checkpoint, tmp_path / "out")) == expected
-    assert files_of(training.root / "live") == expected
+    assert without_checksums(exported(training.checkpoint, tmp_path / "out")) == expected
+    assert files_of(training.root / "live") == files_of(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -474,8 +483,8 @@ def test_an_export_in_another_dtype_rounds_the_masters(
     masters = {name: master.to(dtype) for name, master in training.masters.items()}
     expected = files_of(stock_save(kind, masters, tmp_path / "stock"))
     option = "fp32" if dtype == torch.float32 else "fp16"
-    assert files_of(exported(training.checkpoint, tmp_path / "out", "--dtype", option)) == expected
-    assert option == "fp16" or files_of(training.root / "live32") == expected
+    assert without_checksums(exported(training.checkpoint, tmp_path / "out", "--dtype", option)) == expected
+    assert option == "fp16" or files_of(training.root / "live32") == files_of(tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 from tests.fabric.worker import quiet_fabric
+from tests.helpers.damage import flip_bit_behind
 
 EPS = 1e-4  # as in tests.helpers.models: a small eps would turn rounding noise into full steps
 
@@ -238,13 +240,20 @@ def test_weights_alone_are_loaded_into_models_with_and_without_optimizer(fabric:
 
 
 def test_plain_weights_reach_the_model_and_its_masters(fabric: Fabric, tmp_path: Path) -> None:
-    """load_raw takes a file of torch.save(module.state_dict()), and training continues from these weights."""
+    """load_raw takes a file of torch.save(module.state_dict()), and training continues from these weights.
+
+    It refuses a file with a flipped bit.
+    """
     source = build_net()
     nn.init.normal_(source[0].weight)
     torch.save(source.state_dict(), tmp_path / "weights.pt")
+    damaged = Path(shutil.copy(tmp_path / "weights.pt", tmp_path / "damaged.pt"))
+    flip_bit_behind(source[0].weight.detach().numpy().tobytes()[:16], damaged)
     ours, evaluated = set_up(fabric), fabric.setup(build_net())
     for target in (ours[0], evaluated):
         fabric.load_raw(tmp_path / "weights.pt", target)
+        with pytest.raises(CheckpointError, match=r"is damaged: .*CRC"):
+            fabric.load_raw(damaged, target)
         torch.testing.assert_close(losses_of(target), losses_of(source))
     take_steps(fabric, ours, in_torch(source), 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
 from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityStrategy, UnsupportedError
+from tests.helpers.damage import flip_bit_behind
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import quiet_trainer
@@ -60,7 +62,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
 
 
 def test_full_weights_are_validated_and_trained(saved: tuple[Path, float], tmp_path: Path) -> None:
-    """validate(ckpt_path=file) in a fresh Trainer gives the fitted model's loss, and fit goes on from its step."""
+    """validate(ckpt_path=file) in a fresh Trainer gives the fitted model's loss, and fit goes on from its step.
+
+    Both refuse a file with a flipped bit.
+    """
     path, loss = saved
     module, trained = Evaluated(), Evaluated()
     (result,) = trainer(tmp_path).validate(module, ckpt_path=str(path), verbose=False)
@@ -70,6 +75,12 @@ def test_full_weights_are_validated_and_trained(saved: tuple[Path, float], tmp_p
     fitting.fit(trained, ckpt_path=str(path))
     assert fitting.global_step == 3 and len(trained.losses) == 1
     assert torch.equal(trained.seen.float(), torch.full((3,), 7.0))
+    damaged = Path(shutil.copy(path, tmp_path / "damaged.ckpt"))
+    weight = torch.load(path)["state_dict"]["model.norm.weight"]
+    flip_bit_behind(weight.numpy().tobytes()[:16], damaged)
+    for run in (trainer(tmp_path).validate, trainer(tmp_path).fit):
+        with pytest.raises(CheckpointError, match=r"damaged\.ckpt is damaged: .*CRC"):
+            run(Evaluated(), ckpt_path=str(damaged))
 
 
 MISUSES: list[tuple[Callable[[Any], Any], str]] = [

@@ -16,7 +16,7 @@ __all__ = ["move_into", "read_state_dict", "refuse_options", "refuse_optimizer",
 
 
 def read_state_dict(load: Callable[..., Pickled], path: str | Path) -> SavedState:
-    """Read a dictionary from a file of ``torch.save``. Collective: a failure raises on every rank.
+    """Read a dictionary from a file of ``torch.save``, and verify it. Collective: a failure raises on every rank.
 
     Args:
         load: Function that loads the file, given its path and ``weights_only``.
@@ -26,12 +26,12 @@ def read_state_dict(load: Callable[..., Pickled], path: str | Path) -> SavedStat
         CheckpointError: The file is missing or damaged, needs ``weights_only=False``, or holds no dictionary.
     """
     from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
-    from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_by
+    from lightning_smartinfinity.zero3.checkpoints.formats.whole_file import load_verified
     from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
     contents: Pickled = None
     with raising_together(), reading_checkpoint(path):
-        contents = load_by(load, path)
+        contents = load_verified(load, path)
         if not isinstance(contents, Mapping):
             raise CheckpointError(f"{path} holds no state dict.", "Pass what torch.save(module.state_dict()) wrote.")
     return contents

@@ -35,6 +35,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import (
 )
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import check_plain, loading_policy
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import UniversalFolder
+from lightning_smartinfinity.zero3.checkpoints.formats.whole_file import has_checksums
 from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
 
 __all__ = ["ScrubbedCheckpoint", "scrub_checkpoint"]
@@ -61,10 +62,12 @@ class ScrubbedCheckpoint:
 def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> ScrubbedCheckpoint:
     """Read all files of ``torch.save`` in a checkpoint, universal or not, and check that a training could resume.
 
+    Or read one such file with whole weights, as ``export --to lightning`` writes it.
+
     Nothing there changes, except that a save interrupted during its swap is restored, as a load would do it.
 
     Args:
-        path: The folder that was saved.
+        path: The folder that was saved, or the file.
         weights_only: Whether to load only tensors, numbers, text and containers of these.
         show: Function that shows the progress.
 
@@ -83,23 +86,43 @@ def scrub_checkpoint(path: Path, *, weights_only: bool = True, show: Show) -> Sc
 
 @bounded("Reading")
 def _scrub(path: Path, found: ScrubbedCheckpoint, weights_only: bool, show: Show) -> None:
+    with loading_policy(weights_only, consent="--no-weights-only"):
+        if path.is_file():
+            _scrub_file(path, found, show)
+        else:
+            _scrub_folder(path, found, show)
+
+
+def _scrub_file(path: Path, found: ScrubbedCheckpoint, show: Show) -> None:
+    if has_checksums(path):
+        _read_files([path], found, path, show)
+    else:
+        found.unknown.append(f"{path} has no checksums, so nothing was compared.")
+
+
+def _scrub_folder(path: Path, found: ScrubbedCheckpoint, show: Show) -> None:
     universal = (path / "zero").is_dir()
     folder = path if universal else tagged_folder(path)
     _require_listable(folder)
     files = sorted(folder.rglob("*.pt"))
     if not files or not (universal or optimizer_files(folder)):
         raise CheckpointError(f"{path} holds no checkpoint of ZeRO-3.", "Pass the folder that was saved.")
+    damaged = _read_files(files, found, path, show)
+    if not found.unknown:
+        for sentence in (_of_universal if universal else _of_ordinary)(folder, files, damaged):
+            found.damaged.append(sentence)
+
+
+def _read_files(files: Sequence[Path], found: ScrubbedCheckpoint, path: Path, show: Show) -> set[Path]:
+    """Read files of ``torch.save``, and return those that are damaged."""
     damaged: set[Path] = set()
-    with loading_policy(weights_only, consent="--no-weights-only"):
-        with show(f"Reading {path}", sum(file.stat().st_size for file in files)) as advance:
-            for file in files:
-                with doing_now("Reading", file):
-                    _read_through(file, found, damaged)
-                found.files.append(file)
-                advance(file.stat().st_size)
-        if not found.unknown:
-            for sentence in (_of_universal if universal else _of_ordinary)(folder, files, damaged):
-                found.damaged.append(sentence)
+    with show(f"Reading {path}", sum(file.stat().st_size for file in files)) as advance:
+        for file in files:
+            with doing_now("Reading", file):
+                _read_through(file, found, damaged)
+            found.files.append(file)
+            advance(file.stat().st_size)
+    return damaged
 
 
 def _require_listable(folder: Path) -> None:

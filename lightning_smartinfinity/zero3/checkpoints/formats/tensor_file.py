@@ -12,7 +12,7 @@ import struct
 import zipfile
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -28,9 +28,30 @@ from lightning_smartinfinity.storage.io.files import OpenFile, bounded, limited
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_without_memory, require_file
 from lightning_smartinfinity.zero3.untyped import Pickled
 
-__all__ = ["PERMISSION_REMEDY", "TensorFile", "TensorStream", "check_records", "refused", "room_for", "saved_with_room"]
+__all__ = [
+    "PERMISSION_REMEDY",
+    "ZIP_DAMAGE",
+    "TensorFile",
+    "TensorStream",
+    "check_records",
+    "refused",
+    "room_for",
+    "saved_with_room",
+]
 
 PERMISSION_REMEDY = "Give this user permission to read it."
+
+ZIP_DAMAGE = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    ArithmeticError,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+)
+"""Errors that ``zipfile`` raises on a damaged archive."""
 
 _CACHED_BYTES = 32 * 1024 * 1024
 _FP32_BYTES = 4
@@ -165,6 +186,11 @@ class TensorFile(OpenFile):
         offset = self._record(tensor).offset + begin * tensor.element_size()
         self.read_at(offset, values.view(torch.uint8).numpy().data)
 
+    def covered(self, tensors: Iterable[torch.Tensor]) -> set[str]:
+        """Return the names of records of which every byte belongs to one of these tensors of :attr:`state`."""
+        records = [self._record(tensor) for tensor in tensors]
+        return {record.info.filename for record in records if record.nbytes == record.info.file_size}
+
     def unnamed(self, tensors: Iterable[torch.Tensor]) -> set[str]:
         """Return the names of records that hold none of these tensors of :attr:`state`."""
         named = {self._record(tensor).info.filename for tensor in tensors}
@@ -262,12 +288,15 @@ def _save_without_data(state: object, path: Path) -> None:
 
 
 @bounded("Reading")
-def check_records(path: Path, *, tensors: bool, remedy: str = "Use another checkpoint.") -> None:
+def check_records(
+    path: Path, *, tensors: bool, but: Collection[str] = (), remedy: str = "Use another checkpoint."
+) -> None:
     """Verify the CRC-32s in a file of ``torch.save``.
 
     Args:
         path: Path of the file.
         tensors: Whether to also read the tensors' values; if not, only the other records.
+        but: Names of records to leave out.
         remedy: Remedy for a damaged file, for the error.
 
     Raises:
@@ -278,12 +307,12 @@ def check_records(path: Path, *, tensors: bool, remedy: str = "Use another check
     try:
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
-                if tensors or _RECORD_FOLDER not in info.filename:
+                if info.filename not in but and (tensors or _RECORD_FOLDER not in info.filename):
                     with doing_now("Reading", path):
                         _read_through(archive, info)
     except PermissionError as error:
         raise refused(path, error) from error
-    except (OSError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile) as error:
+    except ZIP_DAMAGE as error:
         raise CheckpointError(f"{path} is damaged: {error}.", remedy) from error
 
 

@@ -1,0 +1,146 @@
+"""Loads whole files of ``torch.save``, such as exports, and compares all checksums in them; torch itself compares none.
+
+Every record of such a file has a CRC-32. CRC-32C takes a quarter of the time here, so exports hold that of their
+weights, too, under :data:`CHECKSUMS_KEY`: of each block of each named entry of ``state_dict``, in order. It is compared
+with the values in memory, which spares reading the file twice.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zipfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_smartinfinity.storage.io.files import bounded
+from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import (
+    BLOCK_BYTES,
+    CHECKSUMS_VERSION,
+    checksums_of,
+    num_blocks,
+)
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import ZIP_DAMAGE, TensorFile, check_records
+from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_by, require_file
+from lightning_smartinfinity.zero3.untyped import Pickled
+
+__all__ = ["CHECKSUMS_KEY", "has_checksums", "load_verified", "room_for_checksums"]
+
+CHECKSUMS_KEY = "smart_infinity_checksums"
+"""Key of the checksums in the file."""
+
+_ZIP_MAGIC = b"PK"
+_REMEDY = "Export or copy it again, or use another file."
+
+
+def room_for_checksums(names: Sequence[str], sizes: Sequence[int]) -> dict[str, object]:
+    """Return the entry of a new file for :data:`CHECKSUMS_KEY`, whose tensor ``crc32c`` is to be filled.
+
+    Args:
+        names: Entries of ``state_dict`` with checksums.
+        sizes: Bytes of each of them.
+    """
+    numel = sum(map(num_blocks, sizes))
+    return {
+        "version": CHECKSUMS_VERSION,
+        "block_bytes": BLOCK_BYTES,
+        "names": list(names),
+        "crc32c": torch.empty(numel, dtype=torch.int64),
+    }
+
+
+def load_verified(load: Callable[..., Pickled], path: str | Path) -> Pickled:
+    """Load a file like ``load_by``, and compare its checksums before the content is returned.
+
+    Warns if the file has no checksums.
+
+    Raises:
+        CheckpointError: A checksum is wrong.
+        Exception: The file is missing, damaged otherwise or cannot be read.
+    """
+    verified = has_checksums(path)
+    if verified:
+        check_records(Path(path), tensors=True, but=_compared_later(Path(path)), remedy=_REMEDY)
+    loaded = load_by(load, path)
+    if verified and isinstance(loaded, dict) and not _agree(loaded.pop(CHECKSUMS_KEY, None), loaded):
+        # Damaged; or another program has changed the weights and saved the file with new CRC-32s.
+        check_records(Path(path), tensors=True, remedy=_REMEDY)
+    if not verified and not (dist.is_initialized() and dist.get_rank() > 0):
+        warnings.warn(
+            f"{path} was loaded without being verified: it has no checksums, or is not a local file. Damage would not "
+            "be noticed.",
+            stacklevel=2,
+        )
+    return loaded
+
+
+@bounded("Reading")
+def has_checksums(path: str | Path) -> bool:
+    """Return whether a local file has checksums: neither torch's format before 1.6 nor without CRC-32s.
+
+    ``torch.serialization.set_crc32_options(False)`` makes torch write zeros in their place.
+
+    Raises:
+        CheckpointError: The path is not a regular file.
+        OSError: The file cannot be read.
+    """
+    require_file(path)
+    if not os.path.exists(path):  # a URL; or missing, which the loading function reports
+        return False
+    with open(path, "rb") as file:
+        if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
+            return False
+        try:
+            with zipfile.ZipFile(file) as archive:
+                return any(info.CRC for info in archive.infolist())
+        except ZIP_DAMAGE:  # the comparison reports it
+            return True
+
+
+def _compared_later(path: Path) -> Collection[str]:
+    """Return the names of the records with weights whose CRC-32C the file holds, to be compared in memory."""
+    if not _names_checksums(path):
+        return ()
+    with closing(TensorFile(path)) as file:
+        weights = [file.state["state_dict"].get(name) for name in _names_in(file.state.get(CHECKSUMS_KEY))]
+        return file.covered(weight for weight in weights if isinstance(weight, torch.Tensor))
+
+
+@bounded("Reading")
+def _names_checksums(path: Path) -> bool:
+    """Return whether the key occurs in a file, without loading it: files of other programs may not load as ours."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+            return any(CHECKSUMS_KEY.encode() in archive.read(info) for info in pickles)
+    except ZIP_DAMAGE:  # the comparison reports it
+        return False
+
+
+def _names_in(saved: Any) -> Sequence[str]:
+    """Return the names of the weights with CRC-32C; none if a later version wrote them, which CRC-32s cover, too."""
+    if not isinstance(saved, Mapping):
+        return ()
+    is_known = saved["version"] == CHECKSUMS_VERSION and saved["block_bytes"] == BLOCK_BYTES
+    names: Sequence[str] = saved["names"] if is_known else ()
+    return names
+
+
+def _agree(saved: Any, loaded: Mapping[str, Any]) -> bool:
+    """Return whether the weights have the CRC-32C that were saved with them; also if none were."""
+    names = _names_in(saved)
+    expected = iter(saved["crc32c"].tolist() if names else ())
+    for name in names:
+        value = loaded["state_dict"].get(name)
+        if not isinstance(value, torch.Tensor):
+            return False
+        found = checksums_of(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        if found != list(islice(expected, len(found))):
+            return False
+    return True
