@@ -19,6 +19,7 @@ from lightning_smartinfinity.pipeline.state.convert import convert_store
 from lightning_smartinfinity.storage import recover_store
 from tests.pipeline.harness import Case, Run, assert_equal, running
 from tests.storage.makers import manifest_with
+from tests.storage.test_archiving import leave, steps_in
 
 FORMATS = ["fp32", "bf16", "int8", "int8_remainder"]
 
@@ -61,6 +62,16 @@ def test_what_cannot_be_converted(tmp_path: Path, asked: dict[str, Any], error: 
         convert_store([tmp_path / "disk0"], [tmp_path / into] if into else [], **settings)
     assert not (tmp_path / "new").exists()
     recover_store([tmp_path / "disk0"]).close(remove=True)
+
+
+def test_a_training_where_the_new_state_would_be(tmp_path: Path) -> None:
+    """It can be resumed, so it is not replaced; the error says how to remove it."""
+    kept(tmp_path, Case())
+    leave([tmp_path / "new"], step=7)
+    with pytest.raises(StorageError, match=r"interrupted after step 7\. It is not replaced") as caught:
+        convert_store([tmp_path / "disk0"], [tmp_path / "new"], state_format="bf16")
+    assert f"smart-infinity jobs {tmp_path}/new --remove default" in caught.value.remedy
+    assert steps_in([tmp_path / "new"], "default") == {(0, 0): 7}
 
 
 def flip_bits(folder: Path) -> None:

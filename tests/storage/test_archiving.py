@@ -542,6 +542,17 @@ def test_another_training_in_the_way_is_not_deleted(old: list[Path]) -> None:
         assert not plan_putting_together([find_parts(old, jobs_beside(job))], job=job).changes_something
 
 
+def test_a_damaged_part_in_the_way_is_not_deleted(old: list[Path]) -> None:
+    """Whose it is cannot be read, so the old stores are not moved back; the error says by which name they resume."""
+    carry_out(way(old), ranks=NEW)
+    fill(old, created=1, recorded=0)
+    flipped(old[0] / JOB / "rank-00000/manifest.json", 100)
+    before = files_of(old, JOB)
+    with pytest.raises(StorageError, match=r"is in the job 'default\.aside'"):
+        put_together(old, job=JOB, ranks=OLD)
+    assert files_of(old, JOB) == before and steps_in(old) == whole(7, ranks=OLD, folders=2)
+
+
 def test_a_training_that_is_archived_later_is_no_source(old: list[Path]) -> None:
     """The note of the successor goes when the training has gone on, so that nothing else is deleted for it."""
     carry_out(way(old), ranks=NEW)

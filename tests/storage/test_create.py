@@ -81,11 +81,13 @@ def test_same_folder_twice(tmp_path: Path) -> None:
             for storage in ("/proc/nowhere", "/sys/kernel/nowhere", "/dev/null/nowhere")
         ),
         ("new", "j" * 300, "File name too long", "shorter"),
+        ("link/below", "default", "link' is a symbolic link to 'gone', which does not exist", "Mount or make"),
     ],
 )
 def test_folder_that_cannot_be_made(tmp_path: Path, storage: str, job: str, problem: str, remedy: str) -> None:
     """A file anywhere in the path of a folder, one that not even root can make, and a long name are refused."""
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("gone")
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "default").touch()
     (tmp_path / "rank" / "default").mkdir(parents=True)

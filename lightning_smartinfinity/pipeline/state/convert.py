@@ -26,6 +26,7 @@ from lightning_smartinfinity.settings.rules import check, one_of, require_distin
 from lightning_smartinfinity.storage import StateStore, create_store, recover_store
 from lightning_smartinfinity.storage.folders.manifest import Manifest
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.state.parts import find_parts
 
 __all__ = ["convert_store"]
 
@@ -63,7 +64,8 @@ def convert_store(
         ConfigError: A setting is out of range, or the format does not support the parameters' dtype.
         UnsupportedError: The format does not support the optimizer.
         StorageLockedError: A process uses the old state or the new folders.
-        StorageError: The old state cannot be read, or the new state cannot be written.
+        StorageError: The old state cannot be read, or the new state cannot be written: a training that can be resumed
+            may be in its place.
     """
     config = TransferConfig(tasklet_bytes=tasklet_bytes, job=job)
     _check_folders(folders, into)
@@ -112,6 +114,7 @@ def _convert(
         _check_format(state_format, manifest)
         wanted = config.buffer_bytes or HOST_TASKLET_BYTES
         layout = _layout(manifest, tasklet_bytes=wanted, num_devices=len(into), state_format=state_format)
+        _refuse_training(into, job=config.job, rank=rank)
         target = create_store(
             into,
             config=replace(config, durability=manifest.durability),
@@ -126,6 +129,17 @@ def _convert(
         with show(f"Converting the state of rank {rank}", nbytes) as advance:
             _copy(source, target, layout, advance)
         return target, manifest.keep
+
+
+def _refuse_training(into: Sequence[Path], *, job: str, rank: int) -> None:
+    storage = [Path(os.path.abspath(folder)) for folder in into]
+    for part in find_parts(storage, [job]):
+        step = max((point.step for point in part.points if point.number), default=None)
+        if step is not None and part.rank == rank and part.storage in storage:
+            raise StorageError(
+                f"{str(part.path)!r} holds a training that was interrupted after step {step}. It is not replaced.",
+                f"Name another folder, or remove it with: smart-infinity jobs {part.storage} --remove {job}.",
+            )
 
 
 def _check_format(state_format: str, manifest: Manifest) -> None:

@@ -50,6 +50,8 @@ OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, MANIFEST_NAME + _NEW)
 
 _ARCHIVED = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ARCHIVE)}")
 
+_REMEMBERED = 2.0  # seconds; FUSE and SMB cache for 1, and drives for state are on nothing slower
+
 T = TypeVar("T")
 
 
@@ -126,7 +128,7 @@ class RankFolder:
         self._made_files: list[str] = []
         try:
             with storage_errors("Creating the folder" if create else "Opening the folder", path):
-                self.inside = unless_removed(self._make) if create else open_rank_folder(path)
+                self.inside = unless_removed(self._make, seconds=_REMEMBERED) if create else open_rank_folder(path)
             self._lock = FolderLock(self.inside, leftover=self._holds_leftover)
         except BaseException:
             self._remove_made_folders()
@@ -449,7 +451,7 @@ def in_job_folder(path: Path, make: Callable[[OpenFolder], T]) -> T:
             return make(folder)
 
     try:
-        result = unless_removed(make_once)
+        result = unless_removed(make_once, seconds=_REMEMBERED)
     except BaseException:
         _remove_folders_quietly(reversed(made))
         raise
@@ -460,6 +462,14 @@ def in_job_folder(path: Path, make: Callable[[OpenFolder], T]) -> T:
 
 def _make_job_folder(path: Path, made: list[Path]) -> OpenFolder:
     """Open ``<storage>/<job>``. Missing folders on the path are made and added to ``made``."""
+    try:
+        return _make_all(path, made)
+    except FileNotFoundError:
+        _refuse_dangling(path.parent)
+        raise
+
+
+def _make_all(path: Path, made: list[Path]) -> OpenFolder:
     storage = path.parent
     missing = [folder for folder in (storage, *storage.parents) if not os.path.lexists(folder)]
     for folder in reversed(missing):
@@ -484,15 +494,16 @@ def _make_below(path: Path, parent: int, made: list[Path]) -> OpenFolder:
 
 def _open_storage(path: Path) -> int:
     """Open a storage folder, which may be a link, of any owner and unreadable: only folders below it are ours."""
-    try:
-        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if not path.is_symlink():
-            raise
-        raise StorageError(
-            f"{str(path)!r} is a symbolic link to {os.readlink(path)!r}, which does not exist.",
-            "Mount or make that folder, or name another storage folder.",
-        ) from None
+    return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _refuse_dangling(storage: Path) -> None:
+    for path in (storage, *storage.parents):
+        if path.is_symlink() and not path.exists():
+            raise StorageError(
+                f"{str(path)!r} is a symbolic link to {os.readlink(path)!r}, which does not exist.",
+                "Mount or make that folder, or name another storage folder.",
+            )
 
 
 def _remove_folders_quietly(folders: Iterable[Path]) -> None:

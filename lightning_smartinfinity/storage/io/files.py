@@ -62,16 +62,20 @@ def listed(folder: Path, pattern: str = "*") -> list[Path]:
     return sorted(folder.glob(pattern))
 
 
-def unless_removed(make: Callable[[], T]) -> T:
+def unless_removed(make: Callable[[], T], *, seconds: float = _REMEMBERED) -> T:
     """Call a function, and call it again while a file or folder that it has found or made is gone.
 
     Another process may just have removed it. Some file systems cache for seconds that it is still there, if another
     machine has removed it: then looking for it, or making it where it may exist, succeeds, and opening it fails.
 
+    Args:
+        make: The function.
+        seconds: How long to call it again, by default longer than such caches remember.
+
     Raises:
-        FileNotFoundError: It is still gone after a time that is longer than such caches remember.
+        FileNotFoundError: It is still gone after that time.
     """
-    give_up = time.monotonic() + _REMEMBERED
+    give_up = time.monotonic() + seconds
     while True:
         try:
             return make()

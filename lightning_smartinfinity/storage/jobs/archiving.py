@@ -219,7 +219,7 @@ def _plan_of_migration(movers: Mapping[Part, int], job: str) -> Plan | None:
         if source is None:
             continue
         rest = [part for part in movers if part.job == job and part not in source.parts]
-        if all(part.store == successor or not (part.store or part.kept or part.in_use) for part in rest):
+        if all(part.store == successor or _is_nobodys(part) for part in rest):
             return Plan(
                 job=job,
                 deleted=tuple((movers[part], part) for part in rest),
@@ -229,10 +229,15 @@ def _plan_of_migration(movers: Mapping[Part, int], job: str) -> Plan | None:
     return None
 
 
+def _is_nobodys(part: Part) -> bool:
+    """Return whether a part certainly holds no state: it has no manifest, and no process uses it."""
+    return not (part.store or part.is_damaged or part.kept or part.in_use)
+
+
 def _useless(parts: Iterable[Part], job: str, archive: str) -> set[Part]:
     """Return the parts of a job that cannot be resumed from, are not marked ``keep``, and are not in use."""
     everything = list(parts)
-    saves_nothing = {part for part in everything if part.job == job and part.store is None and not part.is_damaged}
+    saves_nothing = {part for part in everything if part.job == job and _is_nobodys(part)}
     for training in trainings_in(everything, job, archive):
         if training.condition is Condition.NO_STEP:
             saves_nothing.update(training.parts_in(job))

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,8 +179,10 @@ def look_at(folder: OpenFolder) -> Part:
         num_bytes=sum(status.st_blocks * 512 for status in sizes if status is not None),
         in_use=is_locked(folder),
     )
-    if manifest is None or manifest.rank != rank:
+    if manifest is None:
         return bare
+    if manifest.rank != rank:  # somebody has renamed the folder
+        return replace(bare, is_damaged=True)
     return Part(
         **{
             **vars(bare),
