@@ -183,12 +183,15 @@ def plan_putting_together(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
     plan = _plan_of_migration(movers, job)
     if plan is not None:
         return plan
-    can_resume = False
+    can_resume, successors = False, {part.successor for part in movers}
     moved: list[Part] = []
     for other in jobs_beside(job)[1:]:
         for training in trainings_in(movers, job, other):
-            can_resume = can_resume or training.condition is Condition.TORN  # the error then names what is missing
             can_resume = can_resume or (training.point is not None and training.missing is None)
+            # Of a training that lacks a part, the error of opening it names that part.
+            can_resume = can_resume or (
+                training.condition is Condition.TORN and training.parts[0].store not in successors
+            )
             if training.condition is Condition.RESUMABLE:
                 moved += training.parts_in(other)
     for other in jobs_beside(job)[1:]:
