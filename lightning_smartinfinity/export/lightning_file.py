@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
+from lightning_smartinfinity.common.fake_tensors import fake_tensors
 from lightning_smartinfinity.common.progress import showing_progress
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.export.destination import require_room, staged
@@ -59,7 +59,7 @@ def write_lightning_file(source: CheckpointWeights, target: Path, *, dtype: torc
 
 @contextmanager
 def _weights_file(source: CheckpointWeights, plan: ExportPlan, path: Path) -> Iterator[_Streams]:
-    with FakeTensorMode():
+    with fake_tensors():
         rooms = {
             name: torch.empty(spec.shape, dtype=spec.dtype)
             for name, spec in plan.tensors.items()

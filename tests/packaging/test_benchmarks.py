@@ -86,6 +86,10 @@ RUNS = {
         ["--numel", "2e5"],
         ["|  |", "| live, bf16 |", "| live, fp32 |", "| export, lightning |", "| raw write |", "Tensors that differ"],
     ),
+    "leaks.py": (
+        ["--actions", "save", "--rounds-each", "6"],
+        ["88 tensors, 6 rounds", "| system |", "| save, this package |", "| save, Lightning |"],
+    ),
     "formats.py": (
         ["--tiny"],
         ["| format | read + written", "| format | seed 0 |", "| fp32 |", "| bf16 |", "| int8 |", "| int8_remainder |"],
@@ -135,7 +139,7 @@ ON_CARDS = {
 SLOW = {
     *("activations.py", "backward.py", "calibration.py", "checkpoint_memory.py", "checkpoint_stall.py", "checksums.py"),
     *("compression_accuracy.py", "csim.py", "engines.py", "export.py", "formats.py", "import_time.py"),
-    "memory.py",
+    *("leaks.py", "memory.py"),
     *("paper_tables.py", "partitioned_parameters.py", "peak_memory.py", "plan.py", "scaling.py", "shared_disk.py"),
     *("step.py", "tensor_store.py"),
     *("tiny_tensors.py", "training_record.py", "written_activations.py", "xrt_bindings.py"),

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import loss_scaler_of, numbers_of
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import room_for, saved_with_room
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import (
     load_file,
     load_without_memory,
@@ -48,6 +49,19 @@ def test_one_module_loads_pickles() -> None:
     code = {file.name: re.sub(r"#.*", "", file.read_text()) for file in PACKAGE.rglob("*.py")}
     found = {name for name, text in code.items() if call.search(text)}
     assert found == {"trust.py"}
+
+
+def test_no_load_leaves_entries_in_the_cache_of_torch(tmp_path: Path) -> None:
+    """Loads and saves without memory leave none in the cache that all fake modes share, which is never emptied."""
+    before = set(FakeTensorMode.cache)
+    for numel in (3, 5):
+        torch.save({"a": torch.ones(numel), "b": torch.ones(2, numel)}, tmp_path / "file.pt")
+        warn_of_types(tmp_path / "file.pt")
+        load_without_memory(tmp_path / "file.pt")
+        saved_with_room({"room": room_for(numel)}, tmp_path / "room.pt").close()
+    assert set(FakeTensorMode.cache) == before
+    made = {file.name for file in PACKAGE.rglob("*.py") if "FakeTensorMode(" in file.read_text()}
+    assert made == {"fake_tensors.py"}
 
 
 @pytest.mark.parametrize("load", [load_file, load_without_memory])

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_smartinfinity.common.fake_tensors import fake_tensors
 from lightning_smartinfinity.common.transformers_models import optional_package
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.planning.model import LlamaShape, ModelFigures, Passes, llama_shape
@@ -117,7 +117,7 @@ def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool =
             assumed=f"{source.assumed}; activations by a formula, as transformers is not installed",
         )
     dtype = torch.bfloat16 if in_16_bit else torch.float32
-    with default_dtype(dtype), FakeTensorMode() as fake:
+    with default_dtype(dtype), fake_tensors() as fake:
         module, why = _built_without_memory(source)
         trained = tuple(p.numel() for p in module.parameters() if p.requires_grad)
         if not trained:
@@ -314,7 +314,7 @@ def with_transformer(source: ModelSource) -> ModelSource:
     """Return a source for the only transformers model inside the source's module, or the source itself."""
     if source.config is not None or source.build is None:
         return source
-    with FakeTensorMode():
+    with fake_tensors():
         model = transformer_in(source.build())
     return source if model is None else _of_transformers(source.name, type(model), copy.deepcopy(model.config))
 

@@ -20,8 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_smartinfinity.common.fake_tensors import fake_tensors
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.storage.io.deadlines import doing_now
 from lightning_smartinfinity.storage.io.files import OpenFile, bounded, limited
@@ -66,7 +67,7 @@ _HAS_DESCRIPTOR = 0x08
 
 def room_for(numel: int) -> torch.Tensor:
     """Return an fp32 tensor without memory, for which :func:`saved_with_room` reserves room in the file."""
-    with FakeTensorMode():
+    with fake_tensors():
         return torch.empty(numel, dtype=torch.float32)
 
 

@@ -25,9 +25,9 @@ from threading import Lock
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from lightning_smartinfinity.common.fake_tensors import fake_tensors
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.storage.folders.open_folder import kind_of
@@ -168,7 +168,7 @@ def load_without_memory(file: Path, *, written_here: bool = False) -> Pickled:
     """
 
     def load() -> Pickled:
-        with FakeTensorMode(), loading_policy(False, consent="") if written_here else nullcontext():
+        with fake_tensors(), loading_policy(False, consent="") if written_here else nullcontext():
             return load_file(file)
 
     return limited("Reading", file, load)
@@ -233,7 +233,7 @@ def warn_of_types(file: str | Path) -> None:
     """Warn once about types in a newly saved file that can be loaded only with the user's consent."""
     types: set[str] = set()
     try:
-        with FakeTensorMode(), harmless_types():
+        with fake_tensors(), harmless_types():
             torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
         types = _foreign_types(file, error)
