@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.helpers.fuse import why_no_fuse
 from tests.helpers.xrt import what_is_missing
 
 NO_BINDFS = "bindfs mounts nothing here"
@@ -27,6 +28,7 @@ def RunIf(
     *,
     cuda_devices: int = 0,
     bindfs: bool = False,
+    fuse: bool = False,
     package: str | None = None,
     root: bool = False,
     torch_without_cuda: bool = False,
@@ -37,6 +39,7 @@ def RunIf(
     Args:
         cuda_devices: Number of CUDA devices that the test uses.
         bindfs: Whether the test mounts folders by bindfs, which ``make test`` installs if it may.
+        fuse: Whether the test mounts a file system of its own, which is possible where ``.ci/run`` runs.
         package: One of the development dependencies, which are all installed where ``.ci/run`` runs.
         root: Whether the test becomes another user.
         torch_without_cuda: Whether the test needs a torch without CUDA, which the emulated device takes the place of.
@@ -49,6 +52,9 @@ def RunIf(
         return pytest.mark.skipif(not can, reason=NO_BINDFS)
     if root:
         return pytest.mark.skipif(os.geteuid() != 0, reason=NO_ROOT)
+    if fuse:
+        missing = why_no_fuse()
+        return pytest.mark.skipif(missing is not None, reason=f"no FUSE: {missing}")
     if package is not None:
         return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
     if torch_without_cuda:

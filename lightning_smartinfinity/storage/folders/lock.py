@@ -18,6 +18,7 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
+from lightning_smartinfinity.storage.io.deadlines import apart
 from lightning_smartinfinity.storage.io.files import write_all
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
@@ -82,7 +83,7 @@ class FolderLock:
         self._folder = folder
         self._descriptor, self.notes = _acquire(folder, leftover)
         # The lock of a store that was never closed must end with the store, not with the process.
-        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close = weakref.finalize(self, apart, partial(os.close, self._descriptor))
         self._writing = threading.Lock()  # a save in the background notes its checkpoint
         _held.add(self)
 
@@ -117,7 +118,8 @@ class FolderLock:
 
     def forget(self) -> None:
         """Close the descriptor without touching the file."""
-        self._close()
+        if self._close.detach():
+            os.close(self._descriptor)
 
     def _write(self, change: Callable[[frozenset[str]], AbstractSet[str]]) -> None:
         with self._writing, storage_errors("Writing", self.path):

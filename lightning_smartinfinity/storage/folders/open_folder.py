@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.storage.folders.replacement import flush_open
+from lightning_smartinfinity.storage.io.deadlines import apart
 from lightning_smartinfinity.storage.io.files import write_all
 
 __all__ = ["ARCHIVE", "OpenFolder", "Trust", "refuse_foreign"]
@@ -74,7 +75,7 @@ class OpenFolder:
     def __init__(self, path: Path, *, parent: int | None = None, trust: Trust = Trust.OWN) -> None:
         self.path = path
         self.descriptor = _open_folder(path, parent)
-        self._close = weakref.finalize(self, os.close, self.descriptor)
+        self._close = weakref.finalize(self, apart, partial(os.close, self.descriptor))
         self._owner: int | None = None
         try:
             if trust is not Trust.ANY:
@@ -212,7 +213,8 @@ class OpenFolder:
 
     def close(self) -> None:
         """Close the descriptor; idempotent."""
-        self._close()
+        if self._close.detach():
+            os.close(self.descriptor)
         self.descriptor = -1  # its number may become another folder's
 
     def _require_file(self, name: str, status: os.stat_result) -> None:

@@ -6,6 +6,7 @@ The native core limits reads and writes of state; :func:`in_time` limits all oth
 from __future__ import annotations
 
 import _thread
+import atexit
 import os
 import threading
 import time
@@ -18,9 +19,11 @@ from typing import Generic, TypeVar
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.settings import IO_TIMEOUT
+from lightning_smartinfinity.storage.io.exit import exit_beside
 
 __all__ = [
     "DEVICES",
+    "apart",
     "completed_requests",
     "counters_of",
     "doing_now",
@@ -157,6 +160,7 @@ class _Call(Generic[T]):
 _given_up: list[_Call[object]] = []
 # Reentrant, because the garbage collector may close files in the thread that holds the lock.
 _given_up_lock = threading.RLock()
+_num_before_fork = 0  # of native calls
 
 
 @contextmanager
@@ -251,6 +255,8 @@ def in_time(
         with _given_up_lock:
             _given_up.append(call)  # type: ignore[arg-type]
         native.note_given_up(limit.waited)
+        atexit.unregister(_hasten)
+        atexit.register(_hasten)  # runs before all handlers of now
     if interrupt is not None:
         if not given_up:
             call.undo()
@@ -285,6 +291,52 @@ def when_returned(function: Callable[[], object], *, since: float) -> None:
             function()
 
     _thread.start_new_thread(wait, ())
+
+
+def apart(function: Callable[[], object]) -> None:
+    """Call a function that may wait for a disk: in another thread while a call that was given up has not returned.
+
+    Use it in finalizers: they run in any thread, at any time. Errors of the function do not reach the caller.
+    """
+
+    def call() -> None:
+        with suppress(OSError):
+            function()
+
+    if not _unreturned():
+        call()
+        return
+    with suppress(RuntimeError):  # no thread can be started: the process ends, and so does what is open
+        _thread.start_new_thread(call, ())
+
+
+def _unreturned() -> list[str]:
+    """Describe the calls that were given up and have not returned, and count those of the native core."""
+    calls = [f"{call.now[0]} {str(call.now[1])!r}" for call in list(_given_up) if not call.returned.is_set()]
+    requests = native.num_abandoned_calls() - _num_before_fork
+    return calls + ([f"{requests} requests to drives or cards"] if requests > 0 else [])
+
+
+def _hasten() -> None:
+    """Make exit handlers and finalizers give up soon what they wait for."""
+    if _unreturned():
+        native.ask_to_end()
+
+
+@atexit.register
+def _exit_beside_unreturned() -> None:
+    if calls := _unreturned():
+        exit_beside(calls)
+
+
+def _forget_parent() -> None:
+    """Forget, in a forked process, the calls of the threads that it does not have."""
+    global _num_before_fork
+    _given_up.clear()
+    _num_before_fork = native.num_abandoned_calls()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 class _Limit(Generic[T]):

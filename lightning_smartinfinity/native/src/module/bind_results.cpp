@@ -6,11 +6,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "base/abandoned_call.hpp"
 #include "base/ending.hpp"
 #include "base/failure.hpp"
 #include "io/counters.hpp"
@@ -112,6 +114,14 @@ void bind_ask_to_end(nb::module_& m) {
             note_abandoned(EndingClock::Clock::now() - waited);
         },
         "seconds"_a, "Record that a wait for a storage device was given up after `seconds`.");
+    m.def("num_abandoned_calls", &num_abandoned_calls,
+          "Return how many requests and calls of this core were given up and have not returned.");
+    m.def(
+        "keep_at_exit",
+        [](nb::object kept) { keep_for_ever(std::shared_ptr<void>(kept.release().ptr(), [](void*) {})); }, "kept"_a,
+        "Never free an object. The process will end with the same status, but without destructors of C++ and C, "
+        "because\n"
+        "those of the object's members may wait for a storage device.");
 }
 
 }  // namespace

@@ -1,0 +1,69 @@
+"""A process whose calls were given up ends when its program does, with the status that it would have had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.storage.io import deadlines
+from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.processes import REPOSITORY
+from tests.helpers.waiting import LIMIT, await_that
+
+STATUS = {"returns": 0, "thread": 0, "answered": 0, "3": 3, "text": 1, "error": 1, "interrupt": -signal.SIGINT}
+PRINTED = {"text": "text", "error": "ValueError: wrong", "interrupt": "KeyboardInterrupt", "thread": "worked"}
+
+
+def test_a_process_ends_beside_a_call_that_was_given_up(tmp_path: Path) -> None:
+    """It destroys nothing that would wait for the disk, but runs exit handlers, waits for threads and flushes files.
+
+    It says which call has not returned. If all have, it ends as always. A forked process has no such calls.
+    """
+    started = {}
+    for end in STATUS:
+        command = [sys.executable, "-m", "tests.storage.exit_worker", end, str(tmp_path / end)]
+        output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started[end] = subprocess.Popen(command, cwd=REPOSITORY, env=fresh_environment(), **output)
+    for end, process in started.items():
+        printed, told = process.communicate(timeout=LIMIT)
+        assert process.returncode == STATUS[end], told
+        assert PRINTED.get(end, "") in printed + told
+        assert "the child has []\n" in printed and "atexit\n" in printed
+        assert (tmp_path / end).read_text() == "written"
+        assert ("destroyed" in printed) == (end == "answered")
+        reported = f"process {process.pid} ends, but has calls to storage that have not returned: Reading '/disk/file'."
+        assert (reported in told) == (end != "answered")
+
+
+def test_a_finalizer_does_not_wait_beside_a_call_that_was_given_up(tmp_path: Path) -> None:
+    """It closes its file in another thread, and in its own again once the call has returned."""
+    answer, closed, threads = threading.Event(), threading.Event(), []
+
+    def close() -> None:
+        threads.append(threading.get_ident())
+        assert answer.wait(LIMIT)
+        closed.set()
+
+    with pytest.raises(StorageTimeoutError):
+        deadlines.in_time(answer.wait, doing="Reading", path=tmp_path, seconds=0.05, renews=False)
+    deadlines.apart(close)
+    answer.set()
+    assert closed.wait(LIMIT) and threads != [threading.get_ident()]
+    await_that(lambda: not deadlines._unreturned())
+    deadlines.apart(close)
+    assert threads[1:] == [threading.get_ident()]
+
+
+def test_a_finalizer_fails(tmp_path: Path) -> None:
+    """What cannot be closed any more is no error of the code that is running then."""
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    os.close(descriptor)
+    deadlines.apart(lambda: os.close(descriptor))
