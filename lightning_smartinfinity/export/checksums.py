@@ -116,7 +116,7 @@ class ExportChecksums:
         known = self.files.get(file, {}).get(part)
         path = self.folder / file
         if known is None:
-            raise self._changed(f"{path} has no checksum for {part!r}")
+            raise self._changed(f"{path} has no checksum for {part!r}: another program changed it after the export.")
         require_file(path)
         with storage_errors("Reading", path), closing(OpenFile(path, os.O_RDONLY)) as opened:
             buffer = np.empty(min(BLOCK_BYTES, known.nbytes), np.uint8)
@@ -125,7 +125,10 @@ class ExportChecksums:
                 num_read = opened.read_all(block.data, known.offset + begin)
                 if num_read < block.size or crc32c(block) != checksum:
                     what = "its header" if part == HEADER else repr(part)
-                    raise self._changed(f"{path} is damaged: the checksum of {what} from byte {begin} on is wrong")
+                    raise self._changed(
+                        f"{path} is damaged, or another program changed it after the export: the checksum of {what} "
+                        f"from byte {begin} on is wrong."
+                    )
                 yield begin, block
 
     def require(self, file: str, part: str) -> None:
@@ -140,7 +143,7 @@ class ExportChecksums:
             StorageError: The file cannot be read.
         """
         path, parts = self.folder / file, self.files[file]
-        nbytes = max(part.offset + part.nbytes for part in parts.values())
+        nbytes = max((part.offset + part.nbytes for part in parts.values()), default=0)
         with storage_errors("Looking at", path):
             try:
                 found = limited("Looking at", path, path.stat).st_size
@@ -158,10 +161,9 @@ class ExportChecksums:
                 yield error.problem
 
     def _changed(self, problem: str) -> CheckpointError:
+        path = self.folder / CHECKSUMS_NAME
         return CheckpointError(
-            f"{problem}, or another program changed the file after the export.",
-            f"Export again. If the change was intended, delete {self.folder / CHECKSUMS_NAME}: then nothing is "
-            "compared.",
+            problem, f"Export again. If the change was intended, delete {path}: then nothing is compared."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import transformers
 
 from lightning_smartinfinity import ConfigError, UnsupportedError
+from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.planning import choice
 from lightning_smartinfinity.planning import needs as plan_needs
@@ -19,6 +21,7 @@ from lightning_smartinfinity.planning.survey.models import find_source, survey_m
 from lightning_smartinfinity.planning.training import Training
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import FoundCheckpoint
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
+from tests.helpers.damage import flip_bit
 from tests.helpers.long_cases import long_but
 from tests.helpers.offloaded import EVERYTHING
 from tests.huggingface.trained import (
@@ -123,15 +126,21 @@ def test_activations_on_storage(model_folder: Path, tmp_path: Path) -> None:
 def test_a_saved_model_is_written_by_windows_and_loads_by_transformers_alone(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``save_model`` and every checkpoint have the bits of the training's weights; nothing gathers the whole model."""
+    """``save_model`` and every checkpoint have the bits of the training's weights; nothing gathers the whole model.
+
+    A scrub of a checkpoint reads the model in it, too.
+    """
 
     def gathered(*_: Any, **__: Any) -> Any:
         raise AssertionError("the whole model was gathered")
 
     monkeypatch.setattr(SmartInfinityEngine, "_zero3_consolidated_16bit_state_dict", gathered)
     outcome = train(model_folder, tmp_path, save_strategy="steps", save_steps=STEPS)
-    checkpoint = weights_in(tmp_path / f"checkpoint-{STEPS}")
-    assert same(checkpoint, outcome.weights)
+    checkpoint = tmp_path / f"checkpoint-{STEPS}"
+    assert same(weights_in(checkpoint), outcome.weights)
+    assert main(["scrub", str(checkpoint), "--quiet"]) == 0
+    flip_bit(checkpoint / "model.safetensors", Random(0))
+    assert main(["scrub", str(checkpoint), "--quiet"]) == 1
     assert {"config.json", "training_args.bin"} <= {path.name for path in (tmp_path / "saved").iterdir()}
     loaded = load(tmp_path / "saved").state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in outcome.weights.items())
