@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"storage folders (default: {_DEFAULT} here, where a Trainer puts it)",
     )
     parser.add_argument("--job", help="show this job alone")
-    parser.add_argument("--verify", action="store_true", help="read all state that is not in use, and check it")
+    parser.add_argument("--verify", action="store_true", help="check all state and records that are not in use")
     parser.add_argument(
         "--remove", action="append", default=[], metavar="JOB", help="remove this job from the folders, if it is dead"
     )
