@@ -237,18 +237,18 @@ class FitRecord:
         from lightning_smartinfinity.zero3.setup.found_training import archived_bytes
 
         folders, job = " ".join(map(str, settings.storage or ())), settings.transfer.job
-        remove = f"run: smart-infinity jobs {folders} --remove "
         archive, num_bytes = archived_bytes(settings)
-        before = f" An earlier interrupted training takes {num_bytes / 2**20:.2f} MiB there. To remove it, {remove}"
+        before = f" `smart-infinity jobs {folders} --remove {archive}` removes that of an earlier interrupted training"
         _log.warning(
-            "%s, and its state stays in %s (job %r). %s. To remove the state, %s%s%s",
+            "%s, and its state stays in %s (job %r). %s.%s To remove the state, run: smart-infinity jobs %s --remove "
+            "%s",
             event,
             folders,
             job,
             remedy,
-            remove,
+            f"{before} ({num_bytes / 2**20:.2f} MiB)." if num_bytes else "",
+            folders,
             job,
-            f".{before}{archive}" if num_bytes else "",
         )
 
     def end_fit(self, settings: StrategySettings, rank_state: RankState | None, *, completed: bool, says: bool) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_smartinfinity.errors import CheckpointError, StorageCorruptError
 from lightning_smartinfinity.settings.strategy import STORAGE_OR_NEW, StrategySettings
 from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.setup.found_training import FoundTraining
 
 __all__ = ["Source", "Start", "choose_start", "steps_of"]
 
@@ -72,8 +75,11 @@ def steps_of(
 def choose_start(settings: StrategySettings, steps: dict[str, int], *, is_removed: bool) -> Start:
     """Choose the newest of the interrupted training on storage and the checkpoints. Collective.
 
-    Of a training and a checkpoint of the same step, the checkpoint is chosen. If it is unknown which is newer, because
-    a drive with a part of the training is missing, the training is chosen: resuming it raises the reason.
+    Of a training and a checkpoint of the same step, the checkpoint is chosen, if storage has room for a second state:
+    the training stays there until another one replaces it. Without that room, the training is chosen, also if the
+    checkpoint is one step newer: a script that is started again and again would fail each time. If it is unknown which
+    is newer, because a drive with a part of the training is missing, the training is chosen: resuming it raises the
+    reason.
 
     Args:
         settings: The training's settings.
@@ -107,7 +113,12 @@ def choose_start(settings: StrategySettings, steps: dict[str, int], *, is_remove
         )
     if found is None and newest is None:
         return Start(Source.NEW, f"There is no interrupted training in {where}, and no checkpoint: begins at step 0.")
-    if newest is None or (found is not None and (found.step is None or found.step > everywhere[newest])):
+    if newest is None or (found is not None and _is_newer(found, everywhere[newest])):
         after = "" if found is None or found.step is None else f", after step {found.step}"
         return Start(Source.STORAGE, f"Resumes from the state in {where}{after}{beside}.")
     return Start(Source.CHECKPOINT, f"Resumes from the checkpoint {newest} of step {everywhere[newest]}.", newest)
+
+
+def _is_newer(found: FoundTraining, step: int) -> bool:
+    """Return whether a training on storage is chosen over a checkpoint of this step."""
+    return found.step is None or found.step > step or (not found.has_room and found.step >= step - 1)

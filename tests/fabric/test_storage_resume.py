@@ -149,7 +149,10 @@ def test_wrong_uses(tmp_path: Path) -> None:
 
 
 def test_after_a_resumed_set_up_comes_the_load(tmp_path: Path) -> None:
-    """Before it, neither backward nor record is possible; afterwards a second one reads a checkpoint."""
+    """Before it, neither backward nor record is possible; afterwards a second one reads a checkpoint.
+
+    A learning rate that the script has changed since then is told.
+    """
     code, _ = launch(FabricRun(str(tmp_path), fail_step=2))
     assert code != 0
     fabric: Any = quiet_fabric(tmp_path / "storage", precision="bf16-mixed")
@@ -157,13 +160,15 @@ def test_after_a_resumed_set_up_comes_the_load(tmp_path: Path) -> None:
         torch.nn.Linear(8, 128), torch.nn.BatchNorm1d(128), torch.nn.Dropout(0.3), torch.nn.Linear(128, 3)
     )
     fabric.strategy.resume()
-    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.5))
     state = {"model": model, "optimizer": optimizer, "step": 0}
     with pytest.raises(UnsupportedError, match=r"Call fabric.load\('storage', state\)"):
         fabric.strategy.record(state)
     with pytest.raises(UnsupportedError, match=r"Call fabric.load\('storage', state\)"):
         fabric.backward(model(torch.ones(2, 8)).sum())
-    assert sorted(fabric.load("storage", state)) == ["random", "scheduler"] and state["step"] == 2
+    with pytest.warns(UserWarning, match=r"lr=0.5, but .* lr=0.01, .* call fabric.strategy.use_new_hyperparameters"):
+        assert sorted(fabric.load("storage", state)) == ["random", "scheduler"] and state["step"] == 2
+    assert optimizer.param_groups[0]["lr"] < 0.02
     with pytest.raises(CheckpointError):
         fabric.load("storage", state)
     fabric.strategy.close()

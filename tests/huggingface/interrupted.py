@@ -154,7 +154,7 @@ def train_interrupted(run: HuggingRun) -> Left:
             Path(run.out),
             wrap=dropping,
             before=watch,
-            resume=run.resume,  # type: ignore[arg-type]
+            resume=run.resume,
             data=Noisy(),  # type: ignore[arg-type]
             strategy=run.strategy,
             **settings | run.changes,

@@ -173,14 +173,18 @@ def test_an_error_after_the_training(model_folder: Path, tmp_path: Path, caplog:
         script()
     assert "The training was complete, but an error" in caplog.text and "trainer.save_model(folder)" in caplog.text
     assert list(tmp_path.glob("storage/*/*/state.bin"))
-    caplog.clear()
-    resumed = train(model_folder, tmp_path, resume="storage", strategy={"storage": tmp_path / "storage"}, max_steps=2)  # type: ignore[arg-type]
+    storage, told = (
+        {"storage": tmp_path / "storage"},
+        r"lr=0.002 .*, but .* began with lr=0.001, .* training.use_new",
+    )
+    with pytest.warns(UserWarning, match=told):
+        resumed = train(model_folder, tmp_path, resume="storage", strategy=storage, max_steps=2, learning_rate=0.002)
     assert resumed.losses == [] and not list(tmp_path.glob("storage/*/*"))
 
 
 def test_what_cannot_be_resumed(model_folder: Path, tmp_path: Path) -> None:
     """Without anything on storage, with settings that keep nothing, or after a fit of Lightning, an error says so."""
     with pytest.raises(StorageError, match="There is no optimizer state"):
-        train(model_folder, tmp_path, resume="storage")  # type: ignore[arg-type]
+        train(model_folder, tmp_path, resume="storage")
     with pytest.raises(ConfigError, match=r"train\(resume_from_checkpoint='storage'\) resumes from storage, but"):
-        train(model_folder, tmp_path, resume="storage", strategy={"transfer": {"keep": False}})  # type: ignore[arg-type]
+        train(model_folder, tmp_path, resume="storage", strategy={"transfer": {"keep": False}})

@@ -110,7 +110,7 @@ def train(
     *,
     wrap: Callable[[Any], Any] = lambda model: model,
     before: Callable[[Any], object] = lambda trainer: None,
-    resume: Path | bool | None = None,
+    resume: Path | str | bool | None = None,
     strategy: dict[str, Any] | None = None,
     data: list[dict[str, torch.Tensor]] | None = None,
     **changes: Any,

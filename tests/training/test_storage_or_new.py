@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,9 +74,12 @@ class Script:
         return None if trainer.ckpt_path is None else Path(trainer.ckpt_path).name
 
 
-def test_the_newest_is_resumed(tmp_path: Path) -> None:
+def test_the_newest_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of storage and checkpoints the one with more steps; of two with as many, the checkpoint; else nothing.
 
+    If storage has no room for the state of both, it is storage, since the script could never start otherwise.
     A checkpoint that holds weights only is no candidate. One that cannot be read ends the fit: it may be the newest.
     """
     script = Script(tmp_path)
@@ -89,7 +93,12 @@ def test_the_newest_is_resumed(tmp_path: Path) -> None:
         script.fit()
     assert sorted(tmp_path.glob("storage/*/*/*")) == before
     model.write_bytes(whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 10))
+        assert script.fit(fails=5) == "storage"
+    assert "removes that of an earlier interrupted training" not in caplog.text
     assert script.fit(fails=6) == "step=4.ckpt"  # as many steps as the record
+    assert "--remove default.aside` removes that of an earlier interrupted training (" in caplog.text
     shutil.rmtree(script.saved)
     assert script.fit(save_weights_only=True) == "storage"
     assert script.fit(fails=4) is None  # the fit before was complete

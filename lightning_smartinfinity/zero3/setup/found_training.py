@@ -1,7 +1,11 @@
-"""Finds the interrupted training on storage that a training would resume. Nothing changes there."""
+"""Finds the interrupted training on storage that a training would resume, and its training record."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +13,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.settings.strategy import StrategySettings
 from lightning_smartinfinity.storage import find_resumable
@@ -31,10 +36,12 @@ class FoundTraining(NamedTuple):
     Args:
         step: Optimizer steps after which it was interrupted; None if damage or a missing part hides that.
         is_damaged: Whether its manifest or its training records are damaged.
+        has_room: Whether its storage folders have room for a second state of this size.
     """
 
     step: int | None
     is_damaged: bool
+    has_room: bool
 
 
 def find_interrupted(settings: StrategySettings, group: ProcessGroup | None) -> FoundTraining | None:
@@ -59,7 +66,8 @@ def find_interrupted(settings: StrategySettings, group: ProcessGroup | None) -> 
         return None
     steps = [_step_of(training) for training in found]
     newest = None if None in steps else max(step for step in steps if step is not None)
-    return FoundTraining(newest, is_damaged=any(one.condition is Condition.DAMAGED for one in found))
+    has_room = all(gather(_has_room([part for one in found for part in one.parts]), group))
+    return FoundTraining(newest, any(one.condition is Condition.DAMAGED for one in found), has_room)
 
 
 def next_record(settings: StrategySettings, group: ProcessGroup | None) -> TrainingRecord:
@@ -114,6 +122,18 @@ def archived_bytes(settings: StrategySettings) -> tuple[str, int]:
     with suppress(StorageError), io_limit(settings.transfer.io_timeout):
         parts = find_parts(settings.storage or (), [archive])
     return archive, sum(part.num_bytes for part in parts if part.store is not None)
+
+
+def _has_room(parts: Sequence[Part]) -> bool:
+    """Return whether the file systems of the parts on this machine have as much free space as the parts take."""
+    needed, free = Counter[int](), dict[int, int]()
+    for part in parts:
+        if part.machine == machine_identity():
+            with suppress(OSError):  # making the store reports it
+                device = os.stat(part.storage).st_dev
+                needed[device] += part.num_bytes
+                free[device] = shutil.disk_usage(part.storage).free
+    return all(free[device] >= num_bytes for device, num_bytes in needed.items() if device in free)
 
 
 def _step_of(training: Training) -> int | None:
