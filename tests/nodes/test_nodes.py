@@ -143,7 +143,8 @@ def assert_resumed(found: list[Any]) -> None:
         assert resumed["there"] == ["last.ckpt", "step=4.ckpt", "step=6.ckpt"]  # Lightning keeps what it resumed from
         assert whole["losses"][-2:] == resumed["losses"]
         assert whole["weights"] == resumed["weights"] and whole["state"] == resumed["state"]
-        assert whole["validated"] == resumed["validated"] and whole["epochs"][-1:] == resumed["epochs"]
+        assert whole["validated"] == resumed["validated"]
+        assert whole["epochs"][-2:] == resumed["epochs"]  # the validation after step 4 was due when that was saved
 
 
 @pytest.mark.parametrize("settings", long_but(["forward"], SETTINGS))
