@@ -52,4 +52,4 @@ def test_a_fit_goes_on_without_a_lost_folder(tmp_path: Path, caplog: pytest.LogC
     (told,) = [record.getMessage() for record in caplog.records if "cannot be found" in record.getMessage()]
     assert f"whose part in '{folders[1]}'" in told and "moved to the job 'default.aside'" in told
     (tmp_path / "unmounted").rename(folders[1])
-    assert fit(tmp_path, folders, ckpt_path="storage", job="default.aside") == 1
+    assert fit(tmp_path, folders, ckpt_path="storage", job="default.aside") in (1, 2)  # it may repeat the last step
