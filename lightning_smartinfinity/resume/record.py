@@ -267,13 +267,10 @@ class FitRecord:
                 self.say_how_to_resume(settings)
         self.end()
 
-    def check(self, record: TrainingRecord) -> None:
-        """Check that :meth:`restore` can read a record, before anything on storage moves.
-
-        Raises:
-            StorageCorruptError: It cannot.
-        """
-        read_content(record, loop_keys=self.loop_keys)
+    @property
+    def check(self) -> Callable[[TrainingRecord], object]:
+        """Raises StorageCorruptError if :meth:`restore` cannot read a record; refers to no training."""
+        return partial(read_content, loop_keys=self.loop_keys)
 
     def restore(self, engine: SmartInfinityEngine) -> ClientState:
         """Continue an engine with the training record that its storage was opened at; return the loop's part.
