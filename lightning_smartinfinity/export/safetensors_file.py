@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import torch
@@ -27,6 +30,7 @@ __all__ = ["SafetensorsFile"]
 
 _ALIGNMENT = 8
 _UNFLUSHED_BYTES = 64 * 1024 * 1024
+_FEW_BYTES = 1 << 20  # a thread would take longer
 # In the library's order: a file begins with tensors of the last dtype.
 _DTYPES = {
     torch.bool: "BOOL",
@@ -95,8 +99,8 @@ class SafetensorsFile:
         self._unwritten[name] -= content.nbytes
 
     def _write(self, part: str, begin: int, content: NDArray[np.uint8]) -> None:
-        self._checksums[part].add(begin, content)
-        self._file.write_all(content.data, self._offsets[part] + begin)
+        with _meanwhile(partial(self._checksums[part].add, begin, content), nbytes=content.nbytes):
+            self._file.write_all(content.data, self._offsets[part] + begin)
 
     def parts(self) -> dict[str, Part]:
         """Return the parts of the file, which must be complete: its header, and its tensors by name."""
@@ -114,6 +118,24 @@ class SafetensorsFile:
     def abandon(self) -> None:
         """Close the file as it is; idempotent."""
         self._file.close()
+
+
+@contextmanager
+def _meanwhile(compute: Callable[[], None], *, nbytes: int) -> Iterator[None]:
+    """Compute something of these bytes while the body waits for the disk; before it, if they are few."""
+    thread = Thread(target=compute, name="smart-infinity-checksums", daemon=True)
+    try:
+        if nbytes < _FEW_BYTES:
+            compute()
+        else:
+            thread.start()
+    except RuntimeError:  # no thread can be started
+        compute()
+    try:
+        yield
+    finally:
+        if thread.ident is not None:
+            thread.join()
 
 
 def _layout(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
