@@ -249,6 +249,10 @@ def remembering(scratch: Path) -> Any:
         assert loaded(folder / f"{number % 2}.ckpt") == content
         trainer.strategy.save_pretrained(folder / "exported")  # type: ignore[attr-defined]
         assert (folder / "exported" / "model.safetensors").stat().st_size
+    by_two_paths = scratch / f"node-{dist.get_rank()}" / "2.ckpt"
+    assert save(by_two_paths, "2") == (dist.get_rank() == 0)
+    dist.barrier()
+    assert loaded(by_two_paths) == "2"
     return found
 
 

@@ -167,7 +167,7 @@ def test_mounts_that_remember_what_was_there(scratch: Path, attack: Attack) -> N
             mounted.enter_context(bindfs(scratch / "shared", scratch / name))
         assert_resumed(run("remembering", scratch, mounts=True, num_saves=num_saves, storage="local/storage"))
     assert sorted(path.name for path in (scratch / "shared").iterdir()) == [
-        *("0.ckpt", "1.ckpt", "exported", "resumed", "storage", "whole")
+        *("0.ckpt", "1.ckpt", "2.ckpt", "exported", "resumed", "storage", "whole")
     ]
     attack("saves of two machines whose mounts remember what was there", tries=num_saves, outcome=WHOLE)
 
