@@ -19,6 +19,7 @@ from lightning_smartinfinity.settings.strategy import StrategySettings
 from lightning_smartinfinity.storage import find_resumable
 from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE
 from lightning_smartinfinity.storage.io.deadlines import io_limit
+from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.storage.jobs.trainings import Condition, Training, movers_of, trainings_in
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.storage.state.parts import Part, find_parts
@@ -120,7 +121,8 @@ def archived_bytes(settings: StrategySettings) -> tuple[str, int]:
     """Return the job that a new training moves an interrupted one to, and the bytes that this process finds there."""
     archive, parts = f"{settings.transfer.job}{ARCHIVE}", list[Part]()
     with suppress(StorageError), io_limit(settings.transfer.io_timeout):
-        parts = find_parts(settings.storage or (), [archive])
+        folders = settings.storage or ()
+        parts = limited("Looking at", next(iter(folders), "."), find_parts, folders, [archive])
     return archive, sum(part.num_bytes for part in parts if part.store is not None)
 
 
