@@ -225,15 +225,20 @@ class FitRecord:
         """Log where an interrupted training's state stays, and how to resume or remove it."""
         self._say(settings, "The training was interrupted", f"To go on where it stopped, {self._how_to_resume}")
 
-    def say_how_to_save(self, settings: StrategySettings) -> None:
-        """Log where the state of a complete training stays because an error prevented the save of its model."""
-        self._say(
+    def how_to_save(self, settings: StrategySettings) -> Callable[[], None]:
+        """Return a function that logs where the state of a complete training stays if its model is not saved.
+
+        The function holds no reference to the training, so that the training can be freed before.
+        """
+        return partial(
+            self._say,
             settings,
             "The training was complete, but an error ended the script before the model was saved",
             f"To save it, {self._how_to_resume}: the training ends at once, and {self._how_to_save} saves the model",
         )
 
-    def _say(self, settings: StrategySettings, event: str, remedy: str) -> None:
+    @staticmethod
+    def _say(settings: StrategySettings, event: str, remedy: str) -> None:
         from lightning_smartinfinity.zero3.setup.found_training import archived_bytes
 
         folders, job = " ".join(map(str, settings.storage or ())), settings.transfer.job
@@ -262,7 +267,7 @@ class FitRecord:
         """
         if self.is_on and says and rank_state is not None:
             if completed:
-                rank_state.keeping.told = partial(self.say_how_to_save, settings)
+                rank_state.keeping.told = self.how_to_save(settings)
             elif rank_state.keeping.stays:
                 self.say_how_to_resume(settings)
         self.end()

@@ -334,6 +334,18 @@ def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed
     assert len(seen.engine.module.ds_inflight_param_registry) == 0, "gathers in flight are waited for there"
 
 
+@pytest.mark.seam("hold_top_module_weakly: DeepSpeed's stack of modules holds no model whose training is over")
+def test_the_stack_of_modules_is_read_at_its_end(seen: Observed) -> None:
+    """An engine's set-up appends its module to FWD_MODULE_STACK. Hooks append, pop, iterate and read the item -1."""
+    source = inspect.getsource(parameter_offload)
+    assert set(re.findall(r"FWD_MODULE_STACK(\.\w+|\[[^]]*\])", source)) == {".append", ".pop", "[-1]"}
+    assert "FWD_MODULE_STACK.append(self.module)" in source
+    stack = parameter_offload.FWD_MODULE_STACK
+    assert len(stack) == 0 and stack[-1] is not None
+    with pytest.raises(IndexError):
+        type(stack)()[-1]
+
+
 # ---- writes from outside
 
 

@@ -152,7 +152,7 @@ def _gather_when_called(modules: Iterable[torch.nn.Module], config: DeepSpeedCon
             return None
         before, stack = set(module._forward_pre_hooks), list(parameter_offload.FWD_MODULE_STACK)
         _evaluate(module, config)
-        parameter_offload.FWD_MODULE_STACK[:] = [module, *stack]  # another module's forward may be in progress
+        parameter_offload.FWD_MODULE_STACK[:] = stack  # another module's forward may be in progress
         # torch runs only the hooks that the module had when the call began, so run the engine's new ones here.
         for number, missed in module._forward_pre_hooks.items():
             if number not in before and number in module._forward_pre_hooks_with_kwargs:

@@ -18,6 +18,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.optimizer.taken_optimizer import refuse_foreign_steps
 from lightning_smartinfinity.zero3.parameters.deepspeed_patches import (
+    hold_top_module_weakly,
     read_trace_lazily,
     retrace_for_external_parameters,
 )
@@ -69,6 +70,7 @@ class PortableEngine(DeepSpeedEngine):
         offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
         retrace_for_external_parameters(offload)
         read_trace_lazily(offload)
+        hold_top_module_weakly(offload)
         keep_within_budget(offload)
         accept_any_output(offload)
         answer_in(self.module)

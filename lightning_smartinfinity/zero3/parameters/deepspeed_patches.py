@@ -1,17 +1,20 @@
-"""Changes three habits of DeepSpeed's gathers.
+"""Changes four habits of DeepSpeed's gathers.
 
 - Prefetching does not wait for updates that nothing needs yet.
 - When a module begins to use another module's parameter, after the order of gathers was recorded, the parameter is
   gathered with that module, too. Prefetching would follow the earlier order and raise a tracing error.
 - The trace of modules is not copied whenever a module releases its parameters.
+- A model is freed after its training. The stack of modules whose forward runs would hold the model of every engine.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 
@@ -21,6 +24,7 @@ from lightning_smartinfinity.zero3.untyped import ZeroCoordinator, ZeroModule, Z
 __all__ = [
     "GATHER_PARAMS",
     "ModuleTrace",
+    "hold_top_module_weakly",
     "read_trace_lazily",
     "retrace_for_external_parameters",
     "skip_in_prefetch",
@@ -124,3 +128,27 @@ def read_trace_lazily(offload: ZeroOffload) -> None:
             setattr(coordinator, _TRACE, ModuleTrace(trace))
 
     coordinator.reset_step = reset_step
+
+
+class _ModuleStack(list[torch.nn.Module]):
+    """The modules whose forward runs; if none does, the last item is the module of the newest engine, if it exists."""
+
+    top: Callable[[], torch.nn.Module | None] = staticmethod(lambda: None)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == -1 and not self and (top := self.top()) is not None:
+            return top
+        return super().__getitem__(index)
+
+
+def hold_top_module_weakly(offload: ZeroOffload) -> None:
+    """Take the engine's module, which has just been put there, off DeepSpeed's stack of modules.
+
+    Args:
+        offload: DeepSpeed's ``DeepSpeedZeRoOffload``.
+    """
+    stack = parameter_offload.FWD_MODULE_STACK
+    if not isinstance(stack, _ModuleStack):
+        stack = parameter_offload.FWD_MODULE_STACK = _ModuleStack(stack)
+    stack[:] = [each for each in stack if each is not offload.module]
+    stack.top = weakref.ref(offload.module)
