@@ -163,7 +163,7 @@ class FitLoaders:
     def fetch_ahead(self) -> None:
         """Fetch the batch again that the saved fit had fetched ahead, if :meth:`load` resumed within an epoch."""
         fetcher = self._fit_loop._data_fetcher
-        if fetcher.length is None and hasattr(fetcher, "batches") and not self._is_over:
+        if fetcher.length is None and getattr(fetcher, "batches", None) == [] and not self._is_over:
             with self._random_of_fetch(), suppress(StopIteration):
                 fetcher.batches.append(next(fetcher))
             self._num_begun = -1

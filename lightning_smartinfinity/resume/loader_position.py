@@ -73,27 +73,21 @@ def is_position(state: Any) -> bool:
 
 def is_of_other_data(loader: Any, state: dict[str, Any]) -> bool:
     """Return whether a position within an epoch was saved with another number of samples or another batch size."""
-    now = _sizes(loader)
-    return bool(state["is_within"]) and any(state.get(name, now[name]) != now[name] for name in now)
+    return bool(state["is_within"]) and any(state.get(name, size) != size for name, size in _sizes(loader).items())
 
 
 def with_shared_once(loaders: list[Any], states: list[Any]) -> list[Any]:
-    """Return the states of loaders so that only the first loader with a generator restores it.
+    """Return the states of loaders, changed so that only the first of those that share a generator restores it.
 
-    Loaders that share a generator draw from it in turn. If each restored it, the draws of those before would be undone.
-
-    Args:
-        loaders: Loaders that may share generators.
-        states: A state or None for each; those of other loaders than :func:`keeping_position` are returned unchanged.
+    They draw from it in turn; if each restored it, the draws of those before would be undone.
     """
     seen: set[int] = set()
     changed = []
     for loader, state in zip(loaders, states, strict=False):
         if keeps_position(loader) and is_position(state):
-            of_loader = zip(_generators(loader), state["generators"], strict=False)
-            first = [None if id(generator) in seen else own for generator, own in of_loader]
+            own = zip(map(id, _generators(loader)), state["generators"], strict=False)
+            state = {**state, "generators": [None if key in seen else one for key, one in own]}
             seen.update(map(id, _generators(loader)))
-            state = {**state, "generators": first}
         changed.append(state)
     return changed
 
@@ -103,10 +97,7 @@ def begin_epoch(loader: Any) -> None:
 
     Call this if the state was saved after the last batch of an epoch, before another batch was requested. The loader
     cannot know which batch was the last: ``limit_train_batches`` may end the epoch, or a loader that it is combined
-    with.
-
-    Args:
-        loader: Result of :func:`keeping_position`; other objects do not change.
+    with. Other objects than results of :func:`keeping_position` do not change.
     """
     if _KEPT in getattr(loader, "__dict__", {}) and (state := _kept(loader).pending) is not None:
         loader.load_state_dict(_state_between_epochs(state["generators"], state["is_alive"]))
@@ -273,7 +264,7 @@ def _prepare(loader: Any, create: Callable[[], Iterator[Any]], state: dict[str, 
 def _rest_of_epoch(loader: Any, create: Callable[[], Iterator[Any]], state: dict[str, Any]) -> Iterator[Any]:
     """Return an iterator over the remaining batches of a saved epoch. The generators do not change.
 
-    If only the present loader has workers, they draw ahead of the saved epoch, from the user's generators, too.
+    An exception are the user's if only the present loader has workers, which draw ahead of the saved one.
     """
     now = _random_states(loader)
     try:
@@ -316,8 +307,8 @@ def _after_drawing(loader: Any, state: dict[str, Any], now: dict[str, Any]) -> I
     _restore(loader, state["created"])
     batches = iter(again)
     if loader.num_workers == 0:
-        skipping.before = skipping.before or _random_states(loader)
-        skipping.after = now
+        skipping.before = skipping.before or (_random_states(loader) if state["has_workers"] else None)
+        skipping.after = now  # also if nothing was drawn: another loader may have drawn since this one was created
     elif loader.persistent_workers:
         loader._iterator = batches
     return batches
@@ -396,10 +387,8 @@ def _restore_generators(loader: Any, states: list[torch.Tensor | None]) -> None:
 
 
 def _sizes(loader: Any) -> dict[str, int | None]:
-    """Return what tells one data set from another, as far as it is known without reading it."""
-    dataset = loader.dataset
-    is_sized = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
-    return {"num_samples": len(dataset) if is_sized else None, "batch_size": loader.batch_size}
+    is_sized = hasattr(loader.dataset, "__len__") and not isinstance(loader.dataset, IterableDataset)
+    return {"num_samples": len(loader.dataset) if is_sized else None, "batch_size": loader.batch_size}
 
 
 def _random_states(loader: Any) -> dict[str, Any]:

@@ -259,8 +259,8 @@ def test_every_loader_goes_on(name: str, breaks: list[int] | None, tmp_path: Pat
 
 
 CHECKPOINTS: dict[str, list[Point]] = {
-    "stream": [("step", 3), ("batch end", 8)],
-    "two, cycle, shared generator": [("batch end", 4), ("epoch end", 1)],
+    "stream": [("step", 1), ("step", 3), ("batch end", 8)],
+    "two, cycle, shared generator": [("batch end", 4), ("epoch end", 1), ("step", 1)],
     "validation": [("batch end", 2), ("validation end", 3), ("step", 4), ("epoch start", 2)],
     "loaded again, limit": [("batch end", 1), ("epoch end", 2)],
     "workers": [("batch end", 1)],
