@@ -1,9 +1,10 @@
 """Trains on a file system of its own until that hangs: ``... hung_mount_worker FOLDER WHEN AT NUMBER CAUSE [keeps]``.
 
-WHEN is ``setup``, ``step``, ``save``, ``beside`` (a save beside the training), ``parameters`` (a step with parameters
-on storage) or ``end`` (the fit is over). From the request AT of this NUMBER on, the file system hangs as
+WHEN is ``setup``, ``step``, ``save``, ``beside`` (a save beside the training) or ``parameters`` (a step with parameters
+on storage). From the request AT of this NUMBER on, the file system hangs as
 :func:`tests.helpers.fuse.hang` describes. CAUSE is ``timeout`` (of two seconds), ``default`` (the default timeout), or
-the name of a signal that the process then sends to itself. The file ``ended`` is written when the error leaves the fit.
+the name of a signal that the process then sends to itself. The file ``ended`` is written when the error leaves the fit,
+and says ``gone`` if the file system is gone by then.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main() -> None:
         (root / name).mkdir()
     mount_own(root, root)
     mounted = root / "mounted"
-    fuse.mount(root / "disk", mounted)
+    server = fuse.mount(root / "disk", mounted)
     (mounted / "written").touch()  # the kernel has learned that the server has nothing to do when a file is closed
     hangs = Hangs(mounted, when, {"at": at, "number": int(number), "keeps": bool(keeps)}, cause)
     callbacks: list[Any] = [hangs]
@@ -79,10 +80,10 @@ def main() -> None:
     try:
         hangs.now("setup")
         trainer.fit(LitTiny(Recipe(precision="bf16-mixed", width=64)))
-        hangs.now("end")
         strategy.close()
     finally:
-        (root / "ended").write_text(str(time.time()))
+        gone = os.waitpid(server, os.WNOHANG)[0] == server
+        (root / "ended").write_text("gone" if gone else str(time.time()))
 
 
 if __name__ == "__main__":
