@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
+from tests.helpers.trainers import fit
 from tests.training.memory_worker import NUM_BUFFERS, STEPS, TASKLET_BYTES
 
 MIB = 1024 * 1024
@@ -70,3 +75,17 @@ def test_checkpoints_pass_through_a_window(what: str, held: int, allowed: int, f
     """Each takes a window and a constant, less than half of the state or masters that pass through it."""
     assert held * figures[0]["state_numel"] > 2 * (allowed + 64 * MIB)
     assert figures[0][what] < allowed + 64 * MIB
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_training_that_is_over_is_freed(tmp_path: Path, closes: bool) -> None:
+    """Nothing keeps its model, strategy, engine or optimizer, whether its strategy was closed or not."""
+    trainer = fit(LitTiny(Recipe(depth=1, width=8)), tmp_path, max_steps=1)
+    strategy: Any = trainer.strategy
+    parts = trainer.lightning_module, strategy, strategy._training_engine, strategy._training_optimizer
+    found = [weakref.ref(part) for part in parts]
+    if closes:
+        strategy.close()
+    del trainer, strategy, parts
+    gc.collect()
+    assert [type(part()).__name__ for part in found] == ["NoneType"] * len(found)

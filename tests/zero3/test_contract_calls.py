@@ -16,7 +16,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero import parameter_offload, stage3
 from deepspeed.runtime.zero.partition_parameters import (
     DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR,
     Init,
@@ -344,6 +344,15 @@ def test_the_stack_of_modules_is_read_at_its_end(seen: Observed) -> None:
     assert len(stack) == 0 and stack[-1] is not None
     with pytest.raises(IndexError):
         type(stack)()[-1]
+
+
+@pytest.mark.seam("create_reduce_and_remove_grad_hooks: a training that is over is freed")
+def test_hooks_of_gradients_are_registered_by_one_function(seen: Observed) -> None:
+    """DeepSpeedZeroOptimizer_Stage3 calls `register_grad_hook(param, hook)`, looked up in stage3, for each parameter."""
+    source = inspect.getsource(stage3.DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks)
+    assert source.count("register_grad_hook(param, ") == source.count("register_grad_hook(") == 1
+    trained = [param for param in seen.module.parameters() if param.requires_grad]
+    assert len(seen.engine.optimizer._gradient_hooks) == len(trained) > 0
 
 
 # ---- writes from outside

@@ -13,6 +13,7 @@ import math
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,11 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD
 from lightning_smartinfinity.common.freed_memory import return_freed_memory
-from lightning_smartinfinity.common.patches import replaced
+from lightning_smartinfinity.common.patches import replaced, wrapped
 from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath, RetainedGraphs, UsedGradients
@@ -449,6 +451,17 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
         with replaced(self.optimizer, "state_on_storage", {}):
             super().destroy()
 
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        """Call the base class so that its hooks do not keep this object: the garbage collector does not see them."""
+        self._gradient_hooks: list[Callable[..., object]] = []
+
+        def register(original: Callable[..., object], param: ZeroParameter, hook: Callable[..., object]) -> object:
+            self._gradient_hooks.append(hook)
+            return original(param, _calling(weakref.ref(hook)))
+
+        with wrapped(stage3, "register_grad_hook", register):
+            super().create_reduce_and_remove_grad_hooks()
+
     # ---- refused
 
     def offload_states(self, *args: object, **kwargs: object) -> None:
@@ -464,3 +477,13 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
             "reload_states does not work with the smart_infinity strategy.",
             "Remove the call: optimizer state stays on storage.",
         )
+
+
+def _calling(reference: Callable[[], Callable[..., object] | None]) -> Callable[..., object]:
+    """Return a function that calls another one while that exists."""
+
+    def call(*args: object) -> object:
+        function = reference()
+        return None if function is None else function(*args)
+
+    return call
