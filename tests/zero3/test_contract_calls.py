@@ -348,7 +348,7 @@ def test_the_stack_of_modules_is_read_at_its_end(seen: Observed) -> None:
 
 @pytest.mark.seam("create_reduce_and_remove_grad_hooks: a training that is over is freed")
 def test_hooks_of_gradients_are_registered_by_one_function(seen: Observed) -> None:
-    """DeepSpeedZeroOptimizer_Stage3 calls `register_grad_hook(param, hook)`, looked up in stage3, for each parameter."""
+    """DeepSpeedZeroOptimizer_Stage3 calls `register_grad_hook(param, hook)` of its module for each parameter."""
     source = inspect.getsource(stage3.DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks)
     assert source.count("register_grad_hook(param, ") == source.count("register_grad_hook(") == 1
     trained = [param for param in seen.module.parameters() if param.requires_grad]
