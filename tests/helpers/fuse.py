@@ -22,7 +22,7 @@ from typing import NoReturn
 
 __all__ = ["SECONDS", "hang", "mount", "why_no_fuse"]
 
-SECONDS = 60.0
+SECONDS = 150.0
 """For how long a file system hangs before it is gone."""
 
 # Operations by their numbers in linux/fuse.h.

@@ -146,7 +146,7 @@ def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
         f"{STAGE3}._create_fp16_partitions_with_defragmentation",
         f"{OURS}._setup_for_real_optimizer",
         f"{STAGE3}.set_grad_positions",
-        f"{STAGE3}.create_reduce_and_remove_grad_hooks",
+        f"{OURS}.create_reduce_and_remove_grad_hooks",
     ), "zero3/optimizer/storage_optimizer.py opens storage in _setup_for_real_optimizer, from partitions that are there"
 
 
