@@ -210,12 +210,16 @@ def fit(module: Module, root: Path, *, seed: int, settings: dict[str, Any], resu
     return trainer.global_step
 
 
+# The state of this loader is the same after an epoch's last batch and before the first batch of the next epoch.
+AMBIGUOUS = {("stream, own state", (hook, call)) for hook in ("batch start", "step") for call in (7, 13)}
+
+
 def check_checkpoints(name: str, root: Path, points: Collection[Point] | None) -> None:
     """Assert that a fit goes on from its checkpoints, of some points or all."""
     make, settings = CASES[name]
     whole = Module(make, folder=root, points=points)
     fit(whole, root / "whole", seed=1, settings=settings)
-    for point in points or whole.saved:
+    for point in points or [point for point in whole.saved if (name, point) not in AMBIGUOUS]:
         resumed, saved = Module(make), "-".join(map(str, point))
         folder = root / f"from {saved}"
         fit(resumed, folder, seed=9, settings=settings, resume=str(root / saved))
