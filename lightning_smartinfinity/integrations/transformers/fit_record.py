@@ -205,10 +205,15 @@ class RecordedTraining:
             restore(self._loop[RNG_KEY], self._trainer.args.device)
 
     def _end_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if self._trainer.state.global_step != self._recorded_step:
+        step, pending = self._trainer.state.global_step, None if self._loop is None else self._loop["pending"]
+        if step != self._recorded_step:
             _, grad_norm, _, _, epoch = args[:5]
             norm = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
             self._write(epoch, pending={"grad_norm": norm, "learning_rate": kwargs["learning_rate"]})
+        elif pending is not None and self._loop is not None and step == self._loop[_STATE]["global_step"]:
+            # No step was taken yet. If the epoch ends here, the logs at its end have the values of the recorded step.
+            args = (args[0], pending["grad_norm"], *args[2:])
+            kwargs["learning_rate"] = pending["learning_rate"]
         original(*args, **kwargs)
 
     # ---- the record
