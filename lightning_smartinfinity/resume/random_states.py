@@ -33,7 +33,7 @@ def capture(device: torch.device, *, world_size: int) -> dict[str, Any]:
 
 
 def global_states() -> dict[str, Any]:
-    """Return the states of the global generators on the CPU, in types that torch.load(weights_only=True) accepts."""
+    """Return the states of the global generators on the CPU, in types of ``torch.load`` with ``weights_only=True``."""
     name, keys, *position = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),

@@ -81,14 +81,14 @@ class Counting(Everything):
 def test_what_was_loaded_for_evaluation_is_what_is_saved(tmp_path: Path) -> None:
     """A checkpoint saved after validate(ckpt_path=...) holds the loaded weights and buffers, as in plain Lightning.
 
-    A fit after it begins with them, and may load the checkpoint once more.
+    A fit after it begins with them, and may load the checkpoint of a whole epoch once more.
     """
 
     def scenario(make: Any, root: Path) -> Any:
-        trainer, module, fresh = make(max_steps=1), Counting(), Counting()
+        trainer, module, fresh = make(max_epochs=1), Counting(), Counting()
         trainer.fit(module)
         trainer.save_checkpoint(root / "early.ckpt")
-        trainer.fit_loop.epoch_loop.max_steps = 3
+        trainer.fit_loop.max_epochs = 2
         trainer.fit(module)
         early = trainer.validate(module, ckpt_path=root / "early.ckpt", verbose=False)
         trainer.save_checkpoint(root / "saved.ckpt")

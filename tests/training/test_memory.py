@@ -89,3 +89,15 @@ def test_a_training_that_is_over_is_freed(tmp_path: Path, closes: bool) -> None:
     del trainer, strategy, parts
     gc.collect()
     assert [type(part()).__name__ for part in found] == ["NoneType"] * len(found)
+
+
+def test_a_training_that_fails_in_forward_is_freed(tmp_path: Path) -> None:
+    """DeepSpeed's stack of modules keeps none of a forward pass that was broken off."""
+    module = LitTiny(Recipe(depth=1, width=8))
+    found = weakref.ref(module)
+    list(module.modules())[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fit(module, tmp_path, max_steps=1)
+    del module
+    gc.collect()
+    assert found() is None

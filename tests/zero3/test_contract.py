@@ -54,6 +54,7 @@ OVERRIDING: list[tuple[Any, Any, list[str]]] = [
             *("_setup_for_real_optimizer", "_create_fp32_partitions", "_partition_all_parameters", "destroy"),
             *("partition_grads", "reduce_ready_partitions_and_remove_grads", "backward_epilogue", "zero_grad", "step"),
             *("reduce_independent_p_g_buckets_and_remove_grads", "checkpoint_event_prologue"),
+            "create_reduce_and_remove_grad_hooks",
             *("_rigid_state_dict", "_rigid_load_state_dict", "_restore_from_bit16_weights"),
             *("_get_fp32_grad_state_partition", "_get_fp32_opt_state_partition"),
             *("set_full_hp_param", "set_local_hp_param", "get_fp32_grad_for_param", "get_local_fp32_grad_for_param"),

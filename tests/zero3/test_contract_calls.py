@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -340,10 +341,11 @@ def test_the_stack_of_modules_is_read_at_its_end(seen: Observed) -> None:
     source = inspect.getsource(parameter_offload)
     assert set(re.findall(r"FWD_MODULE_STACK(\.\w+|\[[^]]*\])", source)) == {".append", ".pop", "[-1]"}
     assert "FWD_MODULE_STACK.append(self.module)" in source
-    stack = parameter_offload.FWD_MODULE_STACK
-    assert len(stack) == 0 and stack[-1] is not None
+    empty: Any = type(parameter_offload.FWD_MODULE_STACK)()
     with pytest.raises(IndexError):
-        type(stack)()[-1]
+        empty[-1]
+    empty.top = weakref.ref(seen.engine.module)
+    assert empty[-1] is seen.engine.module
 
 
 @pytest.mark.seam("create_reduce_and_remove_grad_hooks: a training that is over is freed")

@@ -21,6 +21,7 @@ from lightning_smartinfinity.zero3.parameters.deepspeed_patches import (
     hold_top_module_weakly,
     read_trace_lazily,
     retrace_for_external_parameters,
+    take_off_stack,
 )
 from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_dtypes
 from lightning_smartinfinity.zero3.parameters.gathering import end_gathers, engine_has_turn, in_forward
@@ -137,6 +138,7 @@ class PortableEngine(DeepSpeedEngine):
             yield
         except BaseException:
             self._was_broken_off = True
+            take_off_stack(self.module.modules())
             raise
 
     @contextmanager

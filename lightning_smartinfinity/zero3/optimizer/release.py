@@ -10,6 +10,7 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
+from lightning_smartinfinity.zero3.parameters.deepspeed_patches import take_off_stack
 from lightning_smartinfinity.zero3.parameters.gathering import end_gathers
 from lightning_smartinfinity.zero3.parameters.module_copies import is_of_deepspeed
 from lightning_smartinfinity.zero3.parameters.norm_statistics import keeps_statistics
@@ -51,9 +52,7 @@ def release_module(module: torch.nn.Module) -> None:
         # An interrupted forward pass leaves this set; every read of a parameter would then gather it.
         if isinstance(child._parameters, parameter_offload.ZeROOrderedDict):
             child._parameters._in_forward = False
-    children = set(module.modules())
-    stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [entry for entry in stack if entry not in children]
+    take_off_stack(module.modules())
     _partition_parameters(module)
 
 

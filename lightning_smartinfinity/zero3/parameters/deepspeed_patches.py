@@ -28,6 +28,7 @@ __all__ = [
     "read_trace_lazily",
     "retrace_for_external_parameters",
     "skip_in_prefetch",
+    "take_off_stack",
 ]
 
 
@@ -150,5 +151,11 @@ def hold_top_module_weakly(offload: ZeroOffload) -> None:
     stack = parameter_offload.FWD_MODULE_STACK
     if not isinstance(stack, _ModuleStack):
         stack = parameter_offload.FWD_MODULE_STACK = _ModuleStack(stack)
-    stack[:] = [each for each in stack if each is not offload.module]
+    take_off_stack([offload.module])
     stack.top = weakref.ref(offload.module)
+
+
+def take_off_stack(modules: Iterable[torch.nn.Module]) -> None:
+    """Take modules off DeepSpeed's stack of modules, where a forward pass that was broken off leaves them."""
+    removed = set(modules)
+    parameter_offload.FWD_MODULE_STACK[:] = [each for each in parameter_offload.FWD_MODULE_STACK if each not in removed]
