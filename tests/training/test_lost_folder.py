@@ -17,10 +17,15 @@ from tests.training.actions import does
 
 
 def fit(root: Path, storage: list[Path], *, ckpt_path: str | None = None, fails: bool = False, **transfer: Any) -> int:
-    """Train up to step 6, with a checkpoint at steps 2 and 4, or fail after step 5; return the number of steps."""
+    """Train up to step 6, with a checkpoint at steps 2 and 4, or fail after step 5; return the number of steps.
+
+    Before it fails, it saves twice what no fit can resume from.
+    """
 
     def fail(trainer: Any, *_: Any) -> None:
         if fails and trainer.global_step == 5:
+            trainer.save_checkpoint(root / "weights.ckpt", weights_only=True)
+            trainer.strategy._training_engine.save_checkpoint(root / "engine.ckpt")
             raise ZeroDivisionError
 
     saving = ModelCheckpoint(root / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1)

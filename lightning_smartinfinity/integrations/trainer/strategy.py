@@ -449,6 +449,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         engine, _ = self._build_engine(model, optimizer, initialize)
         engine.optimizer.used_gradients.expects_reset = True
+        engine.resumed_from = frozenset(RESUMED_FROM)
         return engine, optimizer
 
     @override

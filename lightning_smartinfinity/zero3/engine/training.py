@@ -48,17 +48,11 @@ from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOpt
 from lightning_smartinfinity.zero3.parameters.callers import unanswered
 from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_partitions
 from lightning_smartinfinity.zero3.parameters.gathering import engine_has_turn
-from lightning_smartinfinity.zero3.parameters.module_guard import (
-    naming_late_parameters,
-    refuse_late_parameters,
-)
+from lightning_smartinfinity.zero3.parameters.module_guard import naming_late_parameters, refuse_late_parameters
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.parameters.status import engine_at_work
 from lightning_smartinfinity.zero3.parameters.unrounded import keep_slice, unrounded_slice
-from lightning_smartinfinity.zero3.ranks.collectives import (
-    background_group,
-    raising_together,
-)
+from lightning_smartinfinity.zero3.ranks.collectives import background_group, raising_together
 from lightning_smartinfinity.zero3.ranks.watchdog import naming_lost_rank
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup.activations import offloading
@@ -78,10 +72,12 @@ class SmartInfinityEngine(PortableEngine):
 
     Attributes:
         saves: The saves in progress in the background.
+        resumed_from: Keys of the client state without which the training cannot resume.
     """
 
     optimizer: StorageOptimizer
     saves: BackgroundSaves
+    resumed_from: frozenset[str] = frozenset()
     _global_grad_norm: float | None
 
     def __init__(
@@ -267,7 +263,7 @@ class SmartInfinityEngine(PortableEngine):
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         return_freed_memory()  # memory kept for the next step on a CPU: the save needs its own
         with io_limit(self._offload.transfer.io_timeout), ExitStack() as save:
-            save.enter_context(self._noting(save_dir))
+            save.enter_context(self._noting(save_dir, client_state))
             pinned = self.saves.begin(save_dir, save)
             group = background_group() if pinned is not None else None
             staging = save.enter_context(replacing(save_dir, tag, closing_group=group))
@@ -300,10 +296,12 @@ class SmartInfinityEngine(PortableEngine):
         return saved
 
     @contextmanager
-    def _noting(self, path: str | Path) -> Iterator[None]:
-        """Note the checkpoint on storage when this context ends well, for when a storage folder is lost."""
-        step = self.global_steps
+    def _noting(self, path: str | Path, saved: Collection[str]) -> Iterator[None]:
+        """Note a checkpoint to resume from on storage if this context ends well, for when a storage folder is lost."""
+        step, resumable = self.global_steps, not self.optimizer.saves_weights_only and self.resumed_from <= set(saved)
         yield
+        if not resumable:
+            return
         with suppress(StorageError):  # the checkpoint itself is whole
             self.optimizer.rank_state.handler.note_checkpoint(os.path.abspath(path), step=step)
 
