@@ -1,7 +1,8 @@
 """Gives a call up and ends: ``python -m tests.storage.exit_worker END LOG``.
 
 END says how: ``returns``, a status, ``text`` (of a SystemExit), ``error``, ``interrupt``, ``thread`` (while a thread of
-the user still works) or ``answered`` (the call has returned by then). LOG is a file that is written and never closed.
+the user still works), ``late`` (nothing is given up before a late exit handler) or ``answered`` (the call has returned
+by then). LOG is a file that is written and never closed.
 """
 
 from __future__ import annotations
@@ -39,13 +40,24 @@ def work() -> None:
     print("worked")
 
 
+def give_up() -> None:
+    with suppress(StorageTimeoutError):
+        deadlines.in_time(
+            lambda: os.read(answer, 1), doing="Reading", path=Path("/disk/file"), seconds=0.05, renews=False
+        )
+
+
 end, log = sys.argv[1:]
 vars(sys)["closes"] = Closes(answer)  # Python destroys it in the end; what the call refers to stays anyway
 atexit.register(print, "atexit")
 file = open(log, "w")  # noqa: SIM115
 file.write("written")
-with suppress(StorageTimeoutError):
-    deadlines.in_time(lambda: os.read(answer, 1), doing="Reading", path=Path("/disk/file"), seconds=0.05, renews=False)
+if end == "late":
+    atexit.unregister(deadlines._exit_beside_unreturned)
+    atexit.register(give_up)
+    atexit.register(deadlines._exit_beside_unreturned)  # runs first
+else:
+    give_up()
 if os.fork() == 0:
     print("the child has", deadlines._unreturned(), flush=True)
     os._exit(0)

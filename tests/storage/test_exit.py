@@ -18,7 +18,16 @@ from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.processes import REPOSITORY
 from tests.helpers.waiting import LIMIT, await_that
 
-STATUS = {"returns": 0, "thread": 0, "answered": 0, "3": 3, "text": 1, "error": 1, "interrupt": -signal.SIGINT}
+STATUS = {
+    "returns": 0,
+    "thread": 0,
+    "late": 0,
+    "answered": 0,
+    "3": 3,
+    "text": 1,
+    "error": 1,
+    "interrupt": -signal.SIGINT,
+}
 PRINTED = {"text": "text", "error": "ValueError: wrong", "interrupt": "KeyboardInterrupt", "thread": "worked"}
 
 

@@ -32,7 +32,6 @@ __all__ = [
     "when_returned",
 ]
 
-
 DEVICES = Path("/sys/dev/block")
 """Folder with one folder per block device or partition, named ``<major>:<minor>``."""
 
@@ -83,13 +82,7 @@ class _Call(Generic[T]):
     """A call in its own thread. With ``renews``, its limit restarts whenever the disk has completed a request."""
 
     def __init__(
-        self,
-        function: Callable[[], T],
-        *,
-        doing: str,
-        path: Path,
-        renews: bool,
-        undo: Callable[[T], object] | None,
+        self, function: Callable[[], T], *, doing: str, path: Path, renews: bool, undo: Callable[[T], object] | None
     ) -> None:
         self.function = function
         self._context = copy_context()  # io_limit, and the user's consent to load other types
@@ -161,6 +154,7 @@ _given_up: list[_Call[object]] = []
 # Reentrant, because the garbage collector may close files in the thread that holds the lock.
 _given_up_lock = threading.RLock()
 _num_before_fork = 0  # of native calls
+_exit_handled = False
 
 
 @contextmanager
@@ -257,6 +251,8 @@ def in_time(
         native.note_given_up(limit.waited)
         atexit.unregister(_hasten)
         atexit.register(_hasten)  # runs before all handlers of now
+        if _exit_handled:  # given up by a later exit handler, such as that of finalizers
+            _exit_beside_unreturned()
     if interrupt is not None:
         if not given_up:
             call.undo()
@@ -325,7 +321,10 @@ def _hasten() -> None:
 
 @atexit.register
 def _exit_beside_unreturned() -> None:
+    global _exit_handled
+    _exit_handled = True
     if calls := _unreturned():
+        native.ask_to_end()
         exit_beside(calls)
 
 
