@@ -25,6 +25,7 @@ __all__ = [
     "load_only_own_states",
     "loaders_of",
     "passed_to_run",
+    "warn_of_lost_gradients",
     "warn_of_other_processes",
     "without_positions",
 ]
@@ -142,6 +143,28 @@ def warn_of_other_processes(trainer: Any, before: int) -> None:
         f"count as taken, and the other {max(1, num_batches - done)} are the first batches of the present DataLoader, "
         "unless it has state_dict and load_state_dict. So the epoch repeats some samples and leaves out others. The "
         "following epochs are complete.",
+        stacklevel=2,
+    )
+
+
+def warn_of_lost_gradients(trainer: Any) -> None:
+    """Warn if a checkpoint is saved while gradients are accumulated for a step; no checkpoint holds gradients.
+
+    Args:
+        trainer: Trainer that saves, during its fit or afterwards.
+    """
+    loop, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    batch = loop.batch_progress.current
+    is_after_batch = batch.ready == batch.processed
+    num_lost = batch.processed % trainer.accumulate_grad_batches
+    if num_lost == 0 or (is_after_batch and not loop._should_accumulate()) or not trainer.is_global_zero:
+        return
+    first, last = batch.processed - num_lost, batch.processed - 1
+    which = f"batch {first}" if first == last else f"batches {first} to {last}"
+    warnings.warn(
+        f"A checkpoint is saved between two optimizer steps, and holds no gradients: those of {which} of epoch "
+        f"{max(0, epoch.ready - 1)} are not in it. A fit that resumes from it takes its first step without them. To "
+        "lose none, save where a step ends, as ModelCheckpoint(every_n_train_steps=...) does, or resume from storage.",
         stacklevel=2,
     )
 

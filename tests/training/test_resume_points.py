@@ -84,6 +84,17 @@ def test_resume_draws_what_the_uninterrupted_fit_drew(name: str, tmp_path: Path)
     assert not messages
 
 
+def test_gradients_that_a_checkpoint_leaves_out_are_warned_of(tmp_path: Path) -> None:
+    """Only between the batches of a step. The second step of an epoch has its fourth and last batch alone."""
+    points = [f"batch-0-{number}" for number in range(1, 5)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(LitRandom(), tmp_path, SaveAt(tmp_path, *points, "epoch-0-4"), max_epochs=1, accumulate_grad_batches=3)
+    told = [str(warning.message) for warning in caught if "holds no gradients" in str(warning.message)]
+    assert ["those of batch 0 of epoch 0" in told[0], "those of batches 0 to 1 of epoch 0" in told[1]] == [True, True]
+    assert len(told) == 2
+
+
 def as_by_an_earlier_version(fit_record: Any, patch: pytest.MonkeyPatch) -> None:
     """Make fits shuffle all batches, and checkpoints hold random states but no point of the fit."""
     patch.setattr(fit_record, "keeps_order", lambda _: False)

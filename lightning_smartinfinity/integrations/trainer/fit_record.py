@@ -28,6 +28,7 @@ from lightning_smartinfinity.resume.loops import (
     go_on_after_batch,
     load_loader_states,
     passed_to_run,
+    warn_of_lost_gradients,
     warn_of_other_processes,
     without_positions,
 )
@@ -160,6 +161,7 @@ class TrainerFitRecord(FitRecord):
         point = random
         if "loops" in checkpoint and self._loaders is not None:
             point = self._at_end or self._point(random)
+            warn_of_lost_gradients(self._trainer)
             checkpoint["loops"] = without_positions(checkpoint["loops"], self._trainer)
         checkpoint[RNG_KEY] = point
 
