@@ -18,7 +18,7 @@ from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, Sto
 from lightning_smartinfinity.pipeline.state.convert import convert_store
 from lightning_smartinfinity.storage import recover_store
 from tests.pipeline.harness import Case, Run, assert_equal, running
-from tests.storage.makers import manifest_with
+from tests.storage.makers import manifest_with, tree
 from tests.storage.test_archiving import leave, steps_in
 
 FORMATS = ["fp32", "bf16", "int8", "int8_remainder"]
@@ -64,14 +64,24 @@ def test_what_cannot_be_converted(tmp_path: Path, asked: dict[str, Any], error: 
     recover_store([tmp_path / "disk0"]).close(remove=True)
 
 
-def test_a_training_where_the_new_state_would_be(tmp_path: Path) -> None:
-    """It can be resumed, so it is not replaced; the error says how to remove it."""
+@pytest.mark.parametrize(
+    ("is_damaged", "told"), [(False, r"interrupted after step 7\. It is not replaced"), (True, "its files are damaged")]
+)
+def test_a_training_where_the_new_state_would_be(tmp_path: Path, is_damaged: bool, told: str) -> None:
+    """It may be resumed, so no part of it is replaced, with or without records; the error says how to remove it."""
     kept(tmp_path, Case())
-    leave([tmp_path / "new"], step=7)
-    with pytest.raises(StorageError, match=r"interrupted after step 7\. It is not replaced") as caught:
-        convert_store([tmp_path / "disk0"], [tmp_path / "new"], state_format="bf16")
-    assert f"smart-infinity jobs {tmp_path}/new --remove default" in caught.value.remedy
-    assert steps_in([tmp_path / "new"], "default") == {(0, 0): 7}
+    folders = [tmp_path / "disk1", tmp_path / "new"]
+    leave(folders, step=7)
+    if is_damaged:
+        for path in folders[0].rglob("training*"):
+            path.write_bytes(path.read_bytes()[:40])
+    before = tree(tmp_path / "new")
+    for into in folders:
+        with pytest.raises(StorageError, match=told) as caught:
+            convert_store([tmp_path / "disk0"], [into], state_format="bf16")
+        assert f"smart-infinity jobs {folders[0]} {folders[1]} --remove default" in caught.value.remedy
+    assert tree(tmp_path / "new") == before
+    assert steps_in(folders, "default") == {(0, 0): 0 if is_damaged else 7, (0, 1): 0}
 
 
 def flip_bits(folder: Path) -> None:

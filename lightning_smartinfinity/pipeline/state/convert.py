@@ -26,6 +26,7 @@ from lightning_smartinfinity.settings.rules import check, one_of, require_distin
 from lightning_smartinfinity.storage import StateStore, create_store, recover_store
 from lightning_smartinfinity.storage.folders.manifest import Manifest
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.jobs.trainings import Condition, Training, trainings_in
 from lightning_smartinfinity.storage.state.parts import find_parts
 
 __all__ = ["convert_store"]
@@ -70,6 +71,7 @@ def convert_store(
     config = TransferConfig(tasklet_bytes=tasklet_bytes, job=job)
     _check_folders(folders, into)
     ranks = _ranks_in(folders[0], job) if rank is None else (rank,)
+    _refuse_trainings(into, job)
     with ExitStack() as undo:
         made = [_convert(folders, into, state_format, config, rank, undo, show) for rank in ranks]
         for store, is_kept in made:
@@ -114,7 +116,6 @@ def _convert(
         _check_format(state_format, manifest)
         wanted = config.buffer_bytes or HOST_TASKLET_BYTES
         layout = _layout(manifest, tasklet_bytes=wanted, num_devices=len(into), state_format=state_format)
-        _refuse_training(into, job=config.job, rank=rank)
         target = create_store(
             into,
             config=replace(config, durability=manifest.durability),
@@ -131,15 +132,22 @@ def _convert(
         return target, manifest.keep
 
 
-def _refuse_training(into: Sequence[Path], *, job: str, rank: int) -> None:
+def _refuse_trainings(into: Sequence[Path], job: str) -> None:
     storage = [Path(os.path.abspath(folder)) for folder in into]
-    for part in find_parts(storage, [job]):
-        step = max((point.step for point in part.points if point.number), default=None)
-        if step is not None and part.rank == rank and part.storage in storage:
+    for training in trainings_in(find_parts(storage, [job]), job):
+        part = next((part for part in training.parts if part.storage in storage), None)
+        if part is not None and training.condition is not Condition.NO_STEP:
+            folders = " ".join(sorted({str(part.storage) for part in training.parts}))
             raise StorageError(
-                f"{str(part.path)!r} holds a training that was interrupted after step {step}. It is not replaced.",
-                f"Name another folder, or remove it with: smart-infinity jobs {part.storage} --remove {job}.",
+                f"{str(part.path)!r} holds a training that {_progress_of(training)}. It is not replaced.",
+                f"Name another folder, or remove it with: smart-infinity jobs {folders} --remove {job}.",
             )
+
+
+def _progress_of(training: Training) -> str:
+    if training.step:
+        return f"was interrupted after step {training.step}"
+    return "may have completed steps: its files are damaged, or parts of it are missing"
 
 
 def _check_format(state_format: str, manifest: Manifest) -> None:
