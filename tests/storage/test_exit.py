@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.storage.io import deadlines
+from lightning_smartinfinity.storage.io.exit import exit_beside
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.processes import REPOSITORY
 from tests.helpers.waiting import LIMIT, await_that
@@ -50,6 +54,24 @@ def test_a_process_ends_beside_a_call_that_was_given_up(tmp_path: Path) -> None:
         assert ("destroyed" in printed) == (end == "answered")
         reported = f"process {process.pid} ends, but has calls to storage that have not returned: Reading '/disk/file'."
         assert (reported in told) == (end != "answered")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_process_that_cannot_flush(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without another thread, or after a second Ctrl-C, it keeps its objects alive all the same."""
+
+    def start_new_thread(*_: Any) -> None:
+        raise error
+
+    kept = list[int]()
+    monkeypatch.setattr(native, "keep_at_exit", lambda objects: kept.append(len(objects)))
+    monkeypatch.setattr(_thread, "start_new_thread", start_new_thread)
+    ends = pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext()
+    with open(tmp_path / "open", "w"), ends:
+        exit_beside(["Reading '/disk/file'"])
+    assert kept == [3]
 
 
 def test_a_finalizer_does_not_wait_beside_a_call_that_was_given_up(tmp_path: Path) -> None:

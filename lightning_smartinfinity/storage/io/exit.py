@@ -31,6 +31,9 @@ def exit_beside(calls: Sequence[str]) -> None:
     Args:
         calls: Actions and paths of the calls.
     """
+    objects = gc.get_objects()
+    values = [list(vars(module).values()) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
+    native.keep_at_exit([objects, values, [_locals_of(thread) for thread in sys._current_frames()]])
     with suppress(Exception):  # stderr may be closed or missing
         sys.stderr.write(
             f"lightning-smartinfinity: process {os.getpid()} ends, but has calls to storage that have not returned:"
@@ -38,11 +41,9 @@ def exit_beside(calls: Sequence[str]) -> None:
             " answers or is removed.\n"
         )
         sys.stderr.flush()
-    objects = gc.get_objects()
-    _flush([each for each in objects if issubclass(type(each), io.TextIOWrapper)])
-    _flush([each for each in objects if issubclass(type(each), (io.BufferedWriter, io.BufferedRandom))])
-    values = [list(vars(module).values()) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
-    native.keep_at_exit([objects, values, [_locals_of(thread) for thread in sys._current_frames()]])
+    with suppress(RuntimeError):  # no thread can be started
+        _flush([each for each in objects if issubclass(type(each), io.TextIOWrapper)])
+        _flush([each for each in objects if issubclass(type(each), (io.BufferedWriter, io.BufferedRandom))])
 
 
 def _flush(files: Sequence[io.IOBase]) -> None:
