@@ -99,6 +99,12 @@ def test_the_newest_is_resumed(
     assert "removes that of an earlier interrupted training" not in caplog.text
     assert script.fit(fails=6) == "step=4.ckpt"  # as many steps as the record
     assert "--remove default.aside` removes that of an earlier interrupted training (" in caplog.text
+    module, trainer = LitTiny(Recipe()), quiet_trainer(tmp_path / "other", max_steps=2, precision="32-true")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the user's"):
+        patch.setattr(module, "configure_optimizers", fail)
+        trainer.fit(module, ckpt_path=START)
+    trainer.fit(module, ckpt_path=script.saved / "step=2.ckpt")  # not what the failed run had chosen
+    assert Path(trainer.ckpt_path or "").name == "step=2.ckpt"
     shutil.rmtree(script.saved)
     assert script.fit(save_weights_only=True) == "storage"
     assert script.fit(fails=4) is None  # the fit before was complete

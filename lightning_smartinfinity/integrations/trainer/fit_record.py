@@ -106,6 +106,7 @@ class TrainerFitRecord(FitRecord):
             CheckpointError, StorageError: It resumes from what is newest, which cannot be told.
         """
         self.end()
+        vars(trainer._checkpoint_connector).pop("resume_start", None)  # of a run whose set-up failed
         self._random_state = self._saved_loaders = self._follows = self._other_processes = None
         if trainer.state.fn == TrainerFn.FITTING:  # else a checkpoint may still be saved of the fit before
             self._trainer, self._loaders, self._at_end = trainer, FitLoaders(trainer), None
