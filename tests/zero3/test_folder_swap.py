@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
 from lightning_smartinfinity.storage.folders import replacement
 from lightning_smartinfinity.storage.folders.replacement import beside, flush, flush_tree
-from lightning_smartinfinity.storage.folders.staging_folder import is_in_use, locked, mark_of, rooms_in
+from lightning_smartinfinity.storage.folders.staging_folder import is_in_use, locked, mark_of, remove_content, rooms_in
 from lightning_smartinfinity.storage.io import deadlines as in_time
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
@@ -462,6 +462,32 @@ def test_a_reader_between_the_two_renames_of_a_save(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "rename", slow_rename)
     save(path, "new")
     assert found.get(timeout=LIMIT) == {"new"}
+
+
+def test_a_room_that_is_listed_and_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save killed between the two renames is rolled back beside it, as on a file system that remembers names."""
+    path = tmp_path / "a.ckpt"
+    save(path, "old")
+    staging, scandir, iterdir = path / ".saving", os.scandir, Path.iterdir
+    (staging / "killed").mkdir(parents=True)
+    mark_of(staging).touch()
+    os.rename(path / TAG, staging / "killed/.saving-previous")
+
+    @contextmanager
+    def listing(folder: Path) -> Iterator[list[os.DirEntry[str]]]:
+        gone = folder / "gone"
+        gone.mkdir()
+        with scandir(folder) as entries:
+            listed = list(entries)
+        gone.rmdir()
+        yield listed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", listing)
+        assert saved(path) == {"old"}
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / "gone", *iterdir(folder)]))
+    remove_content(staging)
+    assert os.listdir(staging) == [staging.name]
 
 
 def test_what_somebody_removes_within_a_save(tmp_path: Path) -> None:

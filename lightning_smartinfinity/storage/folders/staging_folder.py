@@ -111,10 +111,13 @@ def mark_of(staging: Path) -> Path:
 
 def rooms_in(staging: Path) -> list[Path]:
     """Return the rooms in a staging folder, newest first: one, unless a killed process's could not be removed."""
+    rooms: list[tuple[float, str]] = []
     with suppress(OSError), os.scandir(staging) as entries:
-        rooms = [(entry.stat().st_mtime, entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-        return [Path(path) for _, path in sorted(rooms, reverse=True)]
-    return []
+        for entry in entries:
+            with suppress(OSError):  # a name that the file system remembers may be gone
+                if entry.is_dir(follow_symlinks=False):
+                    rooms.append((entry.stat().st_mtime, entry.path))
+    return [Path(path) for _, path in sorted(rooms, reverse=True)]
 
 
 def remove_content(staging: Path) -> None:
@@ -125,10 +128,11 @@ def remove_content(staging: Path) -> None:
     """
     with suppress(OSError):
         for entry in staging.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                _remove_tree(entry)
-            elif entry != mark_of(staging):
-                entry.unlink()
+            with suppress(OSError):
+                if entry.is_dir() and not entry.is_symlink():
+                    _remove_tree(entry)
+                elif entry != mark_of(staging):
+                    entry.unlink()
 
 
 def _remove_tree(root: Path) -> None:
