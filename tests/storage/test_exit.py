@@ -93,6 +93,15 @@ def test_a_finalizer_does_not_wait_beside_a_call_that_was_given_up(tmp_path: Pat
     assert threads[1:] == [threading.get_ident()]
 
 
+@pytest.mark.parametrize(
+    ("number", "told"), [(1, "1 request to drives or cards"), (2, "2 requests to drives or cards")]
+)
+def test_native_calls_are_counted(number: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of the native core that have not returned are reported as a number."""
+    monkeypatch.setattr(native, "num_abandoned_calls", lambda: deadlines._num_before_fork + number)
+    assert deadlines._unreturned()[-1] == told
+
+
 def test_a_finalizer_fails(tmp_path: Path) -> None:
     """What cannot be closed any more is no error of the code that is running then."""
     descriptor = os.open(tmp_path, os.O_RDONLY)

@@ -310,7 +310,7 @@ def _unreturned() -> list[str]:
     """Describe the calls that were given up and have not returned, and count those of the native core."""
     calls = [f"{call.now[0]} {str(call.now[1])!r}" for call in list(_given_up) if not call.returned.is_set()]
     requests = native.num_abandoned_calls() - _num_before_fork
-    return calls + ([f"{requests} requests to drives or cards"] if requests > 0 else [])
+    return calls + ([f"{requests} request{'s' * (requests > 1)} to drives or cards"] if requests > 0 else [])
 
 
 def _hasten() -> None:

@@ -37,7 +37,7 @@ def exit_beside(calls: Sequence[str]) -> None:
     with suppress(Exception):  # stderr may be closed or missing
         sys.stderr.write(
             f"lightning-smartinfinity: process {os.getpid()} ends, but has calls to storage that have not returned:"
-            f" {', '.join(calls)}. If it does not go away, the kernel keeps it, whatever signal it gets, until the disk"
+            f" {', '.join(calls)}. If the process remains, it waits in the kernel, and no signal ends it until the disk"
             " answers or is removed.\n"
         )
         sys.stderr.flush()
