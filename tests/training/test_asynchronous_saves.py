@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.storage.state.capacities import Capacities
+from lightning_smartinfinity.storage.state.state_store import StateStore
 from tests.helpers.long_cases import long_but
 from tests.helpers.ranks import on_ranks
 from tests.stock.systems import Hook
@@ -226,15 +227,20 @@ def test_whether_training_waits_for_checkpoints(
 ) -> None:
     """It waits where it is asked to, a logger of the user's may look, or storage has no room, of which it warns once.
 
-    It always waits for ``trainer.save_checkpoint``.
+    It always waits for ``trainer.save_checkpoint``. A checkpoint is noted on storage once it is in place.
     """
 
     def save(trainer: pl.Trainer) -> None:
         trainer.save_checkpoint(tmp_path / "own.ckpt")
         assert (tmp_path / "own.ckpt/checkpoint").is_dir()
 
+    def note(store: StateStore, path: str, *, step: int) -> None:
+        noted.add((step, Path(path, "checkpoint").is_dir()))
+
     found: list[bool] = []
+    noted: set[tuple[int, bool]] = set()
     monkeypatch.setattr(LooksAtOnce, "found", found)
+    monkeypatch.setattr(StateStore, "note_checkpoint", note)
     room, watch = Room(monkeypatch, refused=refused), Watch(tmp_path / "c")
     callbacks = [room, watch, Hook(SAVE_AT, save), ModelCheckpoint(dirpath=tmp_path / "c", **EACH)]
     trainer = {"enable_checkpointing": True, "logger": logger(tmp_path / "logs") if logger else False}
@@ -246,3 +252,4 @@ def test_whether_training_waits_for_checkpoints(
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"step=3.ckpt", "step=6.ckpt", "step=9.ckpt"}
     told = [warning for warning in recwarn if "Training waits for checkpoints" in str(warning.message)]
     assert len(told) == num_warnings
+    assert noted == {(step, True) for step in (SAVE_AT, 3, 6, 9)}

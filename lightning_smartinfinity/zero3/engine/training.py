@@ -263,8 +263,8 @@ class SmartInfinityEngine(PortableEngine):
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         return_freed_memory()  # memory kept for the next step on a CPU: the save needs its own
         with io_limit(self._offload.transfer.io_timeout), ExitStack() as save:
-            save.enter_context(self._noting(save_dir, client_state))
             pinned = self.saves.begin(save_dir, save)
+            save.enter_context(self._noting(save_dir, client_state))  # after begin, which may leave these contexts
             group = background_group() if pinned is not None else None
             staging = save.enter_context(replacing(save_dir, tag, closing_group=group))
             self.saves.note_leader(save_dir, leads=staging.leads)
