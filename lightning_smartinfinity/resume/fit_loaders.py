@@ -33,6 +33,18 @@ if TYPE_CHECKING:
 __all__ = ["FitLoaders"]
 
 _SEED = "PL_GLOBAL_SEED"  # set by seed_everything; Lightning's samplers use it
+_EXACT_SAMPLERS = frozenset(  # packages whose samplers hold nothing that a resumed fit does not restore
+    {
+        "builtins",
+        "torch",
+        "torchdata",
+        "lightning",
+        "lightning_fabric",
+        "pytorch_lightning",
+        "transformers",
+        "accelerate",
+    }
+)
 
 
 class FitLoaders:
@@ -236,12 +248,33 @@ class FitLoaders:
                 "optimizer state and schedulers are exact.",
                 stacklevel=2,
             )
+        samplers = sorted({name for loader in loaders for name in _own_samplers(loader)})
+        if samplers and self._trainer.is_global_zero:
+            warnings.warn(
+                f"A resumed fit restores nothing that samplers of your own hold (here {', '.join(samplers)}), except a "
+                "torch.Generator in the attribute 'generator'. The order of batches is exact if it depends only on "
+                "that or on the global random numbers of torch, numpy and Python. If it depends, for example, on a "
+                "generator of numpy or a count of epochs, give the DataLoader state_dict and load_state_dict methods.",
+                stacklevel=2,
+            )
 
 
 def _kept_order(states: list[Any]) -> bool:
     """Return whether loaders kept their own order in a fit of an earlier version, given their states in its record."""
     seeds = [state.get("seed", 0) for state in states if is_position(state)]
     return bool(seeds) and all(seed is None for seed in seeds)
+
+
+def _own_samplers(loader: Any) -> list[str]:
+    """Return the class names of a plain DataLoader's samplers that may hold something that is not restored.
+
+    Lightning calls ``set_epoch`` of samplers that have it, also in a resumed fit.
+    """
+    if not keeps_position(loader):
+        return []
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    own = [type(sampler) for sampler in samplers if sampler is not None and not hasattr(sampler, "set_epoch")]
+    return [kind.__qualname__ for kind in own if kind.__module__.partition(".")[0] not in _EXACT_SAMPLERS]
 
 
 def _draws_otherwise(loader: Any, *, is_over: bool) -> bool:

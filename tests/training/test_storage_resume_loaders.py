@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -311,8 +312,24 @@ def test_a_checkpoint_saved_after_the_fit(num_steps: int, tmp_path: Path) -> Non
     assert [one for one in begun.seen if one[0] != "validation"] + resumed.seen == whole.seen
 
 
+class OwnOrder:
+    """A sampler with a generator that no resume restores."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.permutation(30).tolist())
+
+    def __len__(self) -> int:
+        return 30
+
+
 def test_a_loader_of_other_data_begins_the_epoch_again(tmp_path: Path) -> None:
-    """A position within an epoch means nothing for another number of samples. A warning says what happens instead."""
+    """A position within an epoch means nothing for another number of samples. A warning says what happens instead.
+
+    Another one names a sampler of the user's.
+    """
     point: Point = ("batch end", 2)
     fit(
         Module(lambda: DataLoader(Plain(), 3), folder=tmp_path, points=[point]),
@@ -320,8 +337,9 @@ def test_a_loader_of_other_data_begins_the_epoch_again(tmp_path: Path) -> None:
         seed=1,
         settings={"max_epochs": 1},
     )
-    resumed = Module(lambda: DataLoader([torch.ones(1)] * 30, 3))  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="a DataLoader with another number of samples or another batch size begins"):
+    resumed = Module(lambda: DataLoader([torch.ones(1)] * 30, 3, sampler=OwnOrder()))  # type: ignore[arg-type]
+    other = "a DataLoader with another number of samples or another batch size begins"
+    with pytest.warns(UserWarning, match=r"\(here OwnOrder\)"), pytest.warns(UserWarning, match=other):
         resume = str(tmp_path / "batch end-2")
         fit(resumed, tmp_path / "resumed", seed=9, settings={"max_epochs": 1}, resume=resume)
     assert len(resumed.seen) == 8
