@@ -24,6 +24,7 @@ from lightning_smartinfinity import (
     SmartInfinityStrategy,
     StorageCorruptError,
 )
+from lightning_smartinfinity.integrations.trainer.checkpoint_index import checkpoints_of
 from lightning_smartinfinity.resume.schedules import advance_when_loaded
 from lightning_smartinfinity.settings.options import OF_FABRIC, OF_TRAINER, OF_TRANSFORMERS, refuse_unknown
 from tests.helpers.attacks import Attack
@@ -100,9 +101,10 @@ def test_the_newest_is_resumed(
     assert script.fit(fails=6) == "step=4.ckpt"  # as many steps as the record
     assert "--remove default.aside` removes that of an earlier interrupted training (" in caplog.text
     module, trainer = LitTiny(Recipe()), quiet_trainer(tmp_path / "other", max_steps=2, precision="32-true")
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the user's"):
+    with monkeypatch.context() as patch:
         patch.setattr(module, "configure_optimizers", fail)
-        trainer.fit(module, ckpt_path=START)
+        with pytest.raises(RuntimeError, match="the user's"):
+            trainer.fit(module, ckpt_path=START)
     trainer.fit(module, ckpt_path=script.saved / "step=2.ckpt")  # not what the failed run had chosen
     assert Path(trainer.ckpt_path or "").name == "step=2.ckpt"
     shutil.rmtree(script.saved)
@@ -112,6 +114,16 @@ def test_the_newest_is_resumed(
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(StorageCorruptError, match=r"records of .* are damaged.*from the checkpoint .*step=2.ckpt by"):
         script.fit()
+
+
+def test_checkpoints_whose_names_have_folders(tmp_path: Path) -> None:
+    """A metric's name may have a "/". Checkpoints deeper than those of the callback are not its own."""
+    saves = ModelCheckpoint(tmp_path, filename="{step}-{train/loss:.2f}")
+    names = ["a.ckpt", "step=4-train/loss=3.91.ckpt"]
+    for name in [*names, "a.ckpt/b.ckpt", "step=4-train/.loss=3.91.ckpt", "other/run/c.ckpt"]:
+        (tmp_path / name).mkdir(parents=True)
+    trainer = quiet_trainer(tmp_path, enable_checkpointing=True, callbacks=[saves])
+    assert checkpoints_of(trainer) == [str(tmp_path / name) for name in names]
 
 
 def test_wrong_uses(tmp_path: Path) -> None:

@@ -11,18 +11,21 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.untyped import ClientState
 
-__all__ = ["CheckpointIndex", "model_checkpoints"]
+__all__ = ["CheckpointIndex", "checkpoints_of", "model_checkpoints"]
 
+_SUFFIX = ModelCheckpoint.FILE_EXTENSION
 _FIELDS = (
     "best_model_score",
     "best_model_path",
@@ -37,6 +40,35 @@ _FIELDS = (
 def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     """Return the Trainer's ModelCheckpoints."""
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def checkpoints_of(trainer: pl.Trainer) -> list[str]:
+    """Return the checkpoints that ``fit(ckpt_path="last")`` may choose from, and the others in their folders.
+
+    Raises:
+        StorageError: A folder cannot be read.
+    """
+    named = []
+    for callback in model_checkpoints(trainer):
+        if callback.dirpath is not None:
+            templates = (callback.filename or "", callback.CHECKPOINT_NAME_LAST)
+            # A name with "/", such as that of a metric "train/loss", makes folders within the callback's folder.
+            named += _checkpoints_in(str(callback.dirpath), depth=max(name.count("/") for name in templates))
+    named += [one.ckpt_path for one in vars(trainer)["callbacks"] if isinstance(one, OnExceptionCheckpoint)]
+    return list({os.path.realpath(path): path for path in sorted(named) if os.path.exists(path)}.values())
+
+
+def _checkpoints_in(folder: str, *, depth: int) -> list[str]:
+    """Return the checkpoints in a folder and in folders within it, down to a depth; 0: in the folder alone."""
+    found = []
+    with storage_errors("Looking for checkpoints in", folder), suppress(FileNotFoundError):
+        # A name that begins with a dot is that of a save in progress.
+        for path in (os.path.join(folder, name) for name in os.listdir(folder) if not name.startswith(".")):
+            if path.endswith(_SUFFIX):
+                found.append(path)
+            elif depth > 0 and os.path.isdir(path):
+                found += _checkpoints_in(path, depth=depth - 1)
+    return found
 
 
 @dataclass

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -19,7 +18,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointIndex, model_checkpoints
+from lightning_smartinfinity.integrations.trainer.checkpoint_index import (
+    CheckpointIndex,
+    checkpoints_of,
+    model_checkpoints,
+)
 from lightning_smartinfinity.resume.fit_loaders import FitLoaders
 from lightning_smartinfinity.resume.fit_point import Following, following, settle
 from lightning_smartinfinity.resume.loops import (
@@ -37,7 +40,6 @@ from lightning_smartinfinity.resume.record import FitRecord
 from lightning_smartinfinity.resume.start import Source, choose_start, steps_of
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW, StrategySettings
-from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.ranks.collectives import gather
 from lightning_smartinfinity.zero3.untyped import ClientState
 
@@ -50,7 +52,6 @@ __all__ = ["RESUMED_FROM", "TrainerFitRecord", "loop_state", "restore_loop", "wa
 RESUMED_FROM = (LIGHTNING_KEY, "loops", "lr_schedulers")
 """Keys of a checkpoint without which no fit can resume from it."""
 
-_SUFFIX = ModelCheckpoint.FILE_EXTENSION
 _POINT = "point"  # a key beside the random states in checkpoints
 _INDEX = "books"  # a key in stored training records: a new name could not read those of earlier versions
 _LEFT_OUT = frozenset(
@@ -130,7 +131,7 @@ class TrainerFitRecord(FitRecord):
 
         weights_only = passed_to_run(trainer, "weights_only")
         with loading_policy(weights_only, consent="weights_only=False to Trainer.fit"):
-            paths = partial(_checkpoints_of, trainer)
+            paths = partial(checkpoints_of, trainer)
             steps = steps_of(paths, "global_step", settings=settings, needed=RESUMED_FROM)
         start = choose_start(settings, steps, is_removed=removes_state)
         self.resumes = start.source is Source.STORAGE
@@ -275,22 +276,6 @@ class TrainerFitRecord(FitRecord):
 
     def _described_index(self) -> ClientState:
         return {} if self._index is None else {_INDEX: self._index.describe()}
-
-
-def _checkpoints_of(trainer: pl.Trainer) -> list[str]:
-    """Return the checkpoints that ``fit(ckpt_path="last")`` may choose from, and the others in their folders.
-
-    Raises:
-        StorageError: A folder cannot be read.
-    """
-    named = []
-    for folder in {str(callback.dirpath) for callback in model_checkpoints(trainer) if callback.dirpath is not None}:
-        with storage_errors("Looking for checkpoints in", folder), suppress(FileNotFoundError):
-            # A name that begins with a dot is that of a save in progress.
-            names = (name for name in os.listdir(folder) if name.endswith(_SUFFIX) and not name.startswith("."))
-            named += [os.path.join(folder, name) for name in names]
-    named += [one.ckpt_path for one in vars(trainer)["callbacks"] if isinstance(one, OnExceptionCheckpoint)]
-    return list({os.path.realpath(path): path for path in sorted(named) if os.path.exists(path)}.values())
 
 
 def _start_from(trainer: pl.Trainer, path: str | None) -> None:
