@@ -22,7 +22,11 @@ import transformers
 from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError
 from lightning_smartinfinity.integrations import session as near_storage
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
-from lightning_smartinfinity.integrations.transformers.resume import begin_checkpoint, checkpoint_to_resume
+from lightning_smartinfinity.integrations.transformers.resume import (
+    begin_checkpoint,
+    checkpoint_to_resume,
+    steps_of_checkpoints,
+)
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
@@ -124,11 +128,14 @@ def test_the_other_ranks_are_watched(
 
 @pytest.mark.parametrize("state", [None, "", '{"global_step": '])
 def test_a_checkpoint_without_its_last_file_is_passed_over(state: str | None, tmp_path: Path) -> None:
-    """A file of the Trainer's state that is missing or cut off says that the save did not end."""
+    """A file of the Trainer's state that is missing or cut off says that the save did not end; damage is an error."""
     kept = checkpoint(tmp_path / "checkpoint-9")
     checkpoint(tmp_path / "checkpoint-10", state)
     with pytest.warns(match=r"Resuming from .*checkpoint-9'.*checkpoint-10 is passed over.*not completed"):
         assert checkpoint_to_resume(True, str(tmp_path), warn=True) == kept
+    Path(tmp_path, "checkpoint-10", "trainer_state.json").write_bytes(b'{"global_step": 1\xff}\n')
+    with pytest.raises(CheckpointError, match=r"checkpoint-10.*trainer_state.json is damaged .* may be the newest"):
+        steps_of_checkpoints(str(tmp_path), warn=True)
 
 
 def test_models_without_optimizer_state_are_not_resumed(tmp_path: Path) -> None:

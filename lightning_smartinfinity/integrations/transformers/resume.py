@@ -13,7 +13,7 @@ import torch
 
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
 from lightning_smartinfinity.storage.folders.replacement import flush, flush_names, flush_tree
-from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.io.os_errors import in_short, storage_errors
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import require_file
 from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
@@ -40,27 +40,18 @@ def checkpoint_to_resume(given: str | bool | None, output_dir: str, *, warn: boo
 
     Raises:
         CheckpointNotFoundError: The folder does not exist.
-        CheckpointError: The folder cannot be resumed from; or ``given`` is True, and no checkpoint can.
+        CheckpointError: The folder cannot be resumed from; or ``given`` is True, and no checkpoint can, or the newest
+            is damaged.
     """
     if not given:
         return given
     if given is not True:
         _require_resumable(Path(given))
         return given
-    faults: dict[str, str] = {}
-    for folder in _newest_first(Path(output_dir)):
-        fault = _fault_in(folder)
-        if fault is None:
-            if faults and warn:
-                warnings.warn(f"Resuming from {str(folder)!r}: {_told(faults)}.", stacklevel=2)
-            return str(folder)
-        faults[folder.name] = fault
-    if faults:
-        raise CheckpointError(
-            f"No checkpoint in {output_dir!r} can be resumed: {_told(faults)}.",
-            "Train without resume_from_checkpoint.",
-        )
-    return given
+    found, fault = _newest_resumable(output_dir, warn=warn)
+    if fault is not None:
+        raise fault
+    return given if found is None else str(found)
 
 
 def steps_of_checkpoints(output_dir: str, *, warn: bool) -> tuple[dict[str, int], CheckpointError | None]:
@@ -72,12 +63,12 @@ def steps_of_checkpoints(output_dir: str, *, warn: bool) -> tuple[dict[str, int]
 
     Returns:
         The step by path, and the reason if there are checkpoints, and none can be resumed from.
+
+    Raises:
+        CheckpointError: The newest is damaged.
     """
-    try:
-        found = checkpoint_to_resume(True, output_dir, warn=warn)
-    except CheckpointError as error:
-        return {}, error
-    return ({found: _number_of(Path(found)) or 0} if isinstance(found, str) else {}), None
+    found, fault = _newest_resumable(output_dir, warn=warn)
+    return ({} if found is None else {str(found): _number_of(found) or 0}), fault
 
 
 def begin_checkpoint(folder: str, *, resumable: bool) -> None:
@@ -175,6 +166,20 @@ def _require_resumable(folder: Path) -> None:
         )
 
 
+def _newest_resumable(output_dir: str, *, warn: bool) -> tuple[Path | None, CheckpointError | None]:
+    """Return the newest checkpoint that can be resumed from; or the reason if there are some, and none can."""
+    faults: dict[str, str] = {}
+    for folder in _newest_first(Path(output_dir)):
+        fault = _fault_in(folder)
+        if fault is None:
+            if faults and warn:
+                warnings.warn(f"Resuming from {str(folder)!r}: {_told(faults)}.", stacklevel=2)
+            return folder, None
+        faults[folder.name] = fault
+    problem = f"No checkpoint in {output_dir!r} can be resumed: {_told(faults)}."
+    return None, CheckpointError(problem, "Train without resume_from_checkpoint.") if faults else None
+
+
 def _newest_first(output_dir: Path) -> list[Path]:
     numbers = {path: _number_of(path) for path in (output_dir.iterdir() if output_dir.is_dir() else ())}
     found = {path: number for path, number in numbers.items() if number is not None and path.is_dir()}
@@ -190,12 +195,23 @@ def _number_of(folder: Path) -> int | None:
 
 
 def _fault_in(folder: Path) -> str | None:
-    """Return why a training cannot resume from a folder, or None if it can."""
-    require_file(folder / _trainer_state())
-    try:
-        json.loads((folder / _trainer_state()).read_text())
-    except (FileNotFoundError, ValueError):
+    """Return why a training cannot resume from a folder, or None if it can.
+
+    Raises:
+        CheckpointError: The Trainer's state is complete, but damaged.
+    """
+    file = folder / _trainer_state()
+    require_file(file)
+    text = file.read_bytes().strip() if file.exists() else b""
+    if not text.endswith(b"}"):
         return f"its save was not completed ({_trainer_state()} is missing or cut off)"
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file} is damaged ({in_short(error)}), and its checkpoint may be the newest.",
+            "Move the checkpoint to another folder, or name the checkpoint to resume from.",
+        ) from error
     if not any(path.is_dir() for path in folder.glob("global_step*")):
         return "it holds a model without optimizer state (save_only_model=True?)"
     return None
