@@ -140,8 +140,8 @@ def _as_json(job: Job, found: Found | None) -> dict[str, object]:
 
 def _folder_as_json(folder: JobFolder) -> dict[str, object]:
     checkpoint = None if folder.part is None or folder.part.checkpoint is None else folder.part.checkpoint[1]
-    plain = {name: value for name, value in vars(folder).items() if name != "part"}
-    return {**plain, "path": str(folder.path), "checkpoint": checkpoint}
+    plain = {name: value for name, value in vars(folder).items() if name not in ("part", "points")}
+    return {**plain, "path": str(folder.path), "resumable_step": folder.resumable_step, "checkpoint": checkpoint}
 
 
 def _print(jobs: Sequence[Job], folders: Sequence[Path], verified: dict[Path, Found]) -> None:

@@ -112,7 +112,7 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = 
         show: Function that shows the progress.
         say: Function that gets a sentence about each rank that was read.
     """
-    from lightning_smartinfinity.storage.jobs.jobs import absent_state, with_lost_parts
+    from lightning_smartinfinity.storage.jobs.jobs import absent_state, records_apart, with_lost_parts
 
     found = Found()
     jobs = with_lost_parts(jobs[0].storage, jobs) if jobs else jobs
@@ -127,8 +127,10 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = 
         found.damaged.extend(scrubbed.damaged)
         found.unknown.extend(scrubbed.unknown)
     for name in dict.fromkeys(job.name for job in jobs):
-        absent = absent_state([job for job in jobs if job.name == name])
+        same = [job for job in jobs if job.name == name]
+        absent, apart = absent_state(same), records_apart(same)
         found.unknown.extend([] if absent is None else [absent])
+        found.damaged.extend([] if apart is None else [apart])
     return found
 
 
@@ -162,10 +164,11 @@ def _scrubbed(jobs: Sequence[Job], show: Show) -> Iterator[ScrubbedRank]:
 
     Yields a rank that cannot be read, with the reason. Skips ranks whose folders have a known problem.
     """
-    from lightning_smartinfinity.storage.jobs.jobs import UNKNOWN_RANK
+    from lightning_smartinfinity.storage.jobs.jobs import UNKNOWN_RANK, common_points
     from lightning_smartinfinity.storage.state.scrub import ScrubbedRank, scrub_rank
 
     known = {(job.name, folder.rank) for job in jobs for folder in job.folders if folder.problem is not None}
+    points = {name: common_points([job for job in jobs if job.name == name]) for name in {job.name for job in jobs}}
     ranks: dict[tuple[str, int], list[Path]] = {}
     for job in jobs:
         for folder in job.folders:
@@ -174,8 +177,9 @@ def _scrubbed(jobs: Sequence[Job], show: Show) -> Iterator[ScrubbedRank]:
     for (name, rank), folders in sorted(ranks.items()):
         if known & {(name, rank), (name, UNKNOWN_RANK)}:
             continue
+        common = None if (shared := points[name]) is None else {point.number for point in shared}
         try:
-            yield scrub_rank(folders, rank=rank, show=show, check=_check_record)
+            yield scrub_rank(folders, rank=rank, show=show, check=_check_record, common=common)
         except StorageError as error:  # in use, or owned by another user
             yield ScrubbedRank(folders=tuple(folders), unknown=(str(error),))
 

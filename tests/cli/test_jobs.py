@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from lightning_smartinfinity import ConfigError, TransferConfig
+from lightning_smartinfinity.storage import recover_store
 from lightning_smartinfinity.storage.jobs import jobs
 from tests.cli.conftest import Cli
+from tests.helpers.damage import flip_bit_behind
 from tests.storage.makers import commit_generation, create, created, tree
 
 
@@ -61,6 +63,30 @@ def test_a_job_to_resume(tmp_path: Path, cli: Cli) -> None:
     store.close(remove=False)
     assert cli("jobs", tmp_path).out.rstrip().endswith(" 0  resumable, step 7")
     assert json.loads(cli("jobs", tmp_path, "--json").out)[0]["resumable_step"] == 7
+
+
+def test_ranks_without_a_record_in_common(tmp_path: Path, cli: Cli) -> None:
+    """No step is promised: one rank's newest record is damaged, and the other rank's next step is in flight."""
+    recorded(tmp_path)
+    assert "resumable, step 2" in cli("jobs", tmp_path).out
+    in_flight = recover_store([tmp_path], rank=1, training=2)
+    in_flight.record_training(generation=2, step=3, content=b"", has_steps=True)
+    in_flight.close(remove=False)
+    assert "resumable, step 2" in cli("jobs", tmp_path).out
+    flip_bit_behind(bytes(16), tmp_path / "default/rank-00000/training-0.bin")
+    said = cli("jobs", tmp_path, "--verify", "--quiet", status=1).out
+    assert "resumable" not in said and "goes on from" not in said and "no training record in common" in said
+
+
+def recorded(storage: Path) -> None:
+    """Leave the stores of two ranks with the records of steps 1 and 2."""
+    job_id = os.urandom(16)
+    for rank in range(2):
+        store = create([storage], rank=rank, job_id=job_id)
+        for generation in range(2):
+            commit_generation(store, generation)
+            store.record_training(generation=generation, step=generation + 1, content=b"", has_steps=True)
+        store.close(remove=False)
 
 
 def test_a_storage_folder_is_lost(tmp_path: Path, cli: Cli) -> None:

@@ -20,7 +20,7 @@ from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, Ran
 from lightning_smartinfinity.storage.io.files import bounded, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.state.lost_parts import FoundPart, lost_parts
-from lightning_smartinfinity.storage.state.parts import points_of
+from lightning_smartinfinity.storage.state.parts import Point, points_of
 from lightning_smartinfinity.storage.state.recovery import records_of
 
 __all__ = [
@@ -28,9 +28,11 @@ __all__ = [
     "Job",
     "JobFolder",
     "absent_state",
+    "common_points",
     "find_job",
     "find_jobs",
     "is_rank_folder",
+    "records_apart",
     "remove_job",
     "with_lost_parts",
 ]
@@ -57,8 +59,7 @@ class JobFolder:
         generation: Newest committed generation, -1 before the first; None if the records are in another folder,
             unreadable or another user's.
         kept: Whether the state is to be kept (``TransferConfig.keep``).
-        resumable_step: Step after which a training can resume from the state; None if it cannot, or if ``generation``
-            is None.
+        points: Points at which the rank can be resumed; none if ``generation`` is None.
         world_size: Number of ranks of the job, from the manifest; 0 if unknown.
         problem: Why the folder cannot be read, or None.
         damaged: Whether the problem is damage, and not a folder that is refused or belongs to another user.
@@ -74,12 +75,17 @@ class JobFolder:
     written: float | None = None
     generation: int | None = None
     kept: bool = False
-    resumable_step: int | None = None
+    points: frozenset[Point] = frozenset()
     world_size: int = 0
     problem: str | None = None
     damaged: bool = False
     lost: bool = False
     part: FoundPart | None = None
+
+    @property
+    def resumable_step(self) -> int | None:
+        """Step after which this rank can resume, if the others can; None if it cannot."""
+        return max(self.points).step if self.points else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +141,8 @@ class Job:
     @property
     def resumable_step(self) -> int | None:
         """Step after which a training can resume from here; None if it cannot, or lacks the records of a rank."""
-        records = [folder for folder in self.folders if folder.generation is not None]
-        steps = [folder.resumable_step for folder in records if folder.resumable_step is not None]
-        complete = len(steps) == len(records) == max((folder.world_size for folder in records), default=0)
-        return min(steps) if complete and steps and not (self.in_use or self.lost) else None
+        common = common_points([self])
+        return max(common).step if common and not (self.in_use or self.lost) else None
 
     @property
     def lost(self) -> bool:
@@ -159,6 +163,30 @@ class Job:
     def problems(self) -> list[str]:
         """Why some of its folders cannot be read."""
         return [folder.problem for folder in self.folders if folder.problem is not None]
+
+
+def common_points(jobs: Sequence[Job]) -> frozenset[Point] | None:
+    """Return the points that all ranks of a job have; None if a rank's are unknown, or it has none before a step.
+
+    Args:
+        jobs: The job, in every storage folder.
+    """
+    records = [folder for job in jobs for folder in job.folders if folder.generation is not None]
+    points = [folder.points for folder in records]
+    complete = len(points) == max((folder.world_size for folder in records), default=0)
+    return frozenset.intersection(*points) if points and complete and all(points) else None
+
+
+def records_apart(jobs: Sequence[Job]) -> str | None:
+    """Return a sentence about a job whose ranks have no training record in common, or None.
+
+    Args:
+        jobs: The job, in every storage folder.
+    """
+    if common_points(jobs) != frozenset() or any(job.in_use for job in jobs):
+        return None
+    where = ", ".join(str(job.storage / job.name) for job in jobs)
+    return f"{where}: the ranks have no training record in common, so that no training can resume from them."
 
 
 def is_rank_folder(path: Path) -> bool:
@@ -326,8 +354,7 @@ def _with_generation(seen: JobFolder, folder: OpenFolder, notes: Collection[str]
             storage, job = folder.path.parents[1], folder.path.parent.name
             seen = replace(seen, part=FoundPart(storage, job, manifest, checkpoint_in(notes)))
         seen = replace(seen, generation=_generation(folder, manifest))
-        points = frozenset() if seen.generation is None else points_of(folder, manifest)
-        return replace(seen, resumable_step=max(points).step) if points else seen
+        return seen if seen.generation is None else replace(seen, points=points_of(folder, manifest))
     except StorageError as error:
         return _failed(seen, error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -216,17 +216,30 @@ def usable_records(folders: Sequence[OpenFolder], manifest: Manifest) -> UsableR
     return UsableRecords(usable, problem)
 
 
-def damaged_beside(folder: OpenFolder, manifest: Manifest, usable: Sequence[TrainingRecord]) -> list[str]:
+def damaged_beside(
+    folder: OpenFolder,
+    manifest: Manifest,
+    usable: Sequence[TrainingRecord],
+    *,
+    common: Collection[int] | None = None,
+) -> list[str]:
     """Return a sentence about each training record that is damaged, while a training can resume from others.
+
+    Args:
+        folder: The rank's first folder.
+        manifest: The store's manifest.
+        usable: The records to resume from, newest first.
+        common: Numbers of the records that all ranks have; None if they are unknown.
 
     Raises:
         StorageError: A file cannot be read.
     """
     if not usable:
         return []
+    step = next((record.step for record in usable if common is None or record.number in common), None)
+    goes_on = "" if step is None else f" A training that resumes goes on from step {step}."
     return [
-        f"The training record {str(folder.path / name)!r} is damaged, or a kill cut its write off. A training that "
-        f"resumes goes on from step {usable[0].step}."
+        f"The training record {str(folder.path / name)!r} is damaged, or a kill cut its write off.{goes_on}"
         for name in damaged_training_records(folder, identity=manifest.identity)
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,12 @@ class ScrubbedRank:
 
 
 def scrub_rank(
-    folders: Sequence[Path], *, rank: int, show: Show, check: Callable[[TrainingRecord], object] = bool
+    folders: Sequence[Path],
+    *,
+    rank: int,
+    show: Show,
+    check: Callable[[TrainingRecord], object] = bool,
+    common: Collection[int] | None = None,
 ) -> ScrubbedRank:
     """Read all of a rank's newest generation, with direct I/O where possible, and its training records.
 
@@ -71,6 +76,7 @@ def scrub_rank(
         show: Shows the progress.
         check: Called with each training record that a resume may use; raises StorageCorruptError if its content cannot
             be read.
+        common: Numbers of the training records that all ranks have; None if they are unknown.
 
     Raises:
         StorageLockedError: A process uses one of the folders.
@@ -85,7 +91,7 @@ def scrub_rank(
         num_bytes = sum(manifest.extents.extents[index].nbytes for index in on_storage)
         damaged, unknown = [], [] if torn is None else [f"{torn} Generation {record.generation} was read."]
         try:
-            training = limited("Reading", claimed[0].path, _training_of, claimed, manifest, check)
+            training = limited("Reading", claimed[0].path, _training_of, claimed, manifest, check, common)
             damaged += training.damaged
             unknown += training.unknown
             num_bytes += sum(residual.nbytes for residual in training.residuals)
@@ -116,7 +122,10 @@ class _Training(NamedTuple):
 
 
 def _training_of(
-    folders: Sequence[OpenFolder], manifest: Manifest, check: Callable[[TrainingRecord], object]
+    folders: Sequence[OpenFolder],
+    manifest: Manifest,
+    check: Callable[[TrainingRecord], object],
+    common: Collection[int] | None,
 ) -> _Training:
     """Read the training records as a resume does, without their residuals."""
     found = _Training([], [], [])
@@ -127,7 +136,7 @@ def _training_of(
         return found
     if isinstance(problem, StorageCorruptError):  # other problems are no damage
         found.damaged.append(str(problem))
-    found.unknown.extend(damaged_beside(folders[0], manifest, usable))
+    found.unknown.extend(damaged_beside(folders[0], manifest, usable, common=common))
     for record in usable:
         try:
             check(record)
