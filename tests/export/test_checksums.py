@@ -166,12 +166,22 @@ def test_flipped_bits_of_a_file(
 
 
 def test_a_file_that_was_changed(trained: Train, tmp_path: Path) -> None:
-    """A file for Lightning whose weights were changed and saved by torch loads, unless a bit flips then."""
+    """A file for Lightning whose weights were changed and saved by torch loads, unless a bit flips then.
+
+    A flipped bit is found, too, if the loading function returns less than the file holds.
+    """
     file = tmp_path / "lit.ckpt"
     export_checkpoint(trained("llama").checkpoint, file, ExportSettings(to="lightning"))
     content = torch.load(file)
     assert CHECKSUMS_KEY not in load_lightning(file)
     name = "inner.model.lm_head.weight"
+    flipped = Path(shutil.copy(file, tmp_path / "flipped.ckpt"))
+    flip_bit_behind(content["state_dict"][name].numpy().tobytes()[:64], flipped)
+    for part in ("state_dict", CHECKSUMS_KEY):
+        with pytest.raises(CheckpointError, match=r"flipped\.ckpt is damaged: Bad CRC-32"):
+            load_verified(lambda path, part=part, **_: {part: torch.load(path)[part]}, flipped)
+    with pytest.raises(CheckpointError, match=r"flipped\.ckpt is damaged: Bad CRC-32"):
+        load_verified(lambda path, **_: list(torch.load(path).items()), flipped)
     content["state_dict"][name] += 1
     del content["state_dict"]["scale"]
     torch.save(content, file)

@@ -65,11 +65,14 @@ def load_verified(load: Callable[..., Pickled], path: str | Path) -> Pickled:
         Exception: The file is missing, damaged otherwise or cannot be read.
     """
     verified = has_checksums(path)
+    later = _compared_later(Path(path)) if verified else ()
     if verified:
-        check_records(Path(path), tensors=True, but=_compared_later(Path(path)), remedy=_REMEDY)
+        check_records(Path(path), tensors=True, but=later, remedy=_REMEDY)
     loaded = load_by(load, path)
-    if verified and isinstance(loaded, dict) and not _agree(loaded.pop(CHECKSUMS_KEY, None), loaded):
-        # Damaged; or another program has changed the weights and saved the file with new CRC-32s.
+    saved = loaded.pop(CHECKSUMS_KEY, None) if isinstance(loaded, dict) else None
+    if later and not _agree(saved, loaded):
+        # Damaged; or another program has changed the weights and saved the file with new CRC-32s; or the loading
+        # function returns other content than the file's.
         check_records(Path(path), tensors=True, remedy=_REMEDY)
     if not verified and not (dist.is_initialized() and dist.get_rank() > 0):
         warnings.warn(
@@ -133,11 +136,13 @@ def _names_in(saved: Any) -> Sequence[str]:
 
 
 def _agree(saved: Any, loaded: Mapping[str, Any]) -> bool:
-    """Return whether the weights have the CRC-32C that were saved with them; also if none were."""
+    """Return whether the weights have the CRC-32C that were saved with them; False if none are left to compare."""
     names = _names_in(saved)
-    expected = iter(saved["crc32c"].tolist() if names else ())
+    if not names:
+        return False
+    expected = iter(saved["crc32c"].tolist())
     for name in names:
-        value = loaded["state_dict"].get(name)
+        value = loaded.get("state_dict", {}).get(name)
         if not isinstance(value, torch.Tensor):
             return False
         found = checksums_of(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
