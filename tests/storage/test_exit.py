@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.storage.io import deadlines
 from lightning_smartinfinity.storage.io.exit import exit_beside
+from lightning_smartinfinity.zero3.optimizer.earlier_state import KeptMasters
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.processes import REPOSITORY
 from tests.helpers.waiting import LIMIT, await_that
@@ -33,6 +36,13 @@ STATUS = {
     "interrupt": -signal.SIGINT,
 }
 PRINTED = {"text": "text", "error": "ValueError: wrong", "interrupt": "KeyboardInterrupt", "thread": "worked"}
+
+_LAYOUT = SimpleNamespace(tasklets=[], extents=SimpleNamespace(tasklet_numel=1), parameters=[])
+WITHOUT_PARAMETERS: Any = SimpleNamespace(
+    partition=SimpleNamespace(layout=_LAYOUT, params=list),
+    rank_state=SimpleNamespace(handler=SimpleNamespace(state=None)),
+    storage_folder=None,
+)
 
 
 def test_a_process_ends_beside_a_call_that_was_given_up(tmp_path: Path) -> None:
@@ -74,7 +84,9 @@ def test_a_process_that_cannot_flush(
     assert kept == [3]
 
 
-def test_a_finalizer_does_not_wait_beside_a_call_that_was_given_up(tmp_path: Path) -> None:
+def test_a_finalizer_does_not_wait_beside_a_call_that_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It closes its file in another thread, and in its own again once the call has returned."""
     answer, closed, threads = threading.Event(), threading.Event(), []
 
@@ -85,7 +97,10 @@ def test_a_finalizer_does_not_wait_beside_a_call_that_was_given_up(tmp_path: Pat
 
     with pytest.raises(StorageTimeoutError):
         deadlines.in_time(answer.wait, doing="Reading", path=tmp_path, seconds=0.05, renews=False)
-    deadlines.apart(close)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: SimpleNamespace(close=close))
+    kept = KeptMasters()
+    kept.keep(WITHOUT_PARAMETERS)
+    del kept
     answer.set()
     assert closed.wait(LIMIT) and threads != [threading.get_ident()]
     await_that(lambda: not deadlines._unreturned())

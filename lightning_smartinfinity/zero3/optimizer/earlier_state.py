@@ -22,6 +22,7 @@ from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.pipeline.state.windows import Window
+from lightning_smartinfinity.storage.io.deadlines import apart
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.optimizer.outside_writes import windows_of
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
@@ -53,7 +54,7 @@ class KeptMasters:
         """
         partition, state = owner.partition, owner.rank_state.handler.state
         file = tempfile.TemporaryFile(dir=owner.storage_folder)  # noqa: SIM115  (it lives as long as this object)
-        weakref.finalize(self, file.close)
+        weakref.finalize(self, apart, file.close)
         for begin, end in windows_of(partition.layout, range(len(partition.layout.tasklets))):
             state.read_range(begin, end, names=["master"])["master"].tofile(file)
         for param, own in zip(partition.params(), partition.layout.parameters, strict=True):
