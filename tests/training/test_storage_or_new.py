@@ -117,10 +117,11 @@ def test_the_newest_is_resumed(
 
 
 def test_checkpoints_whose_names_have_folders(tmp_path: Path) -> None:
-    """A metric's name may have a "/". Checkpoints deeper than those of the callback are not its own."""
-    saves = ModelCheckpoint(tmp_path, filename="{step}-{train/loss:.2f}")
-    names = ["a.ckpt", "step=4-train/loss=3.91.ckpt"]
-    for name in [*names, "a.ckpt/b.ckpt", "step=4-train/.loss=3.91.ckpt", "other/run/c.ckpt"]:
+    """A metric's name may have a "/". Deeper checkpoints are another callback's. SLURM's is found."""
+    saves = ModelCheckpoint(tmp_path / "saved", filename="{step}-{train/loss:.2f}")
+    names = ["hpc_ckpt_1.ckpt", "saved/a.ckpt", "saved/step=4-train/loss=3.91.ckpt"]
+    others = ["b.ckpt", "saved/a.ckpt/b.ckpt", "saved/step=4-train/.loss=3.91.ckpt", "saved/other/run/c.ckpt"]
+    for name in [*names, *others]:
         (tmp_path / name).mkdir(parents=True)
     trainer = quiet_trainer(tmp_path, enable_checkpointing=True, callbacks=[saves])
     assert checkpoints_of(trainer) == [str(tmp_path / name) for name in names]

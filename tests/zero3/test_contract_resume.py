@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.integrations.trainer import loader_order
-from lightning_smartinfinity.integrations.trainer.checkpoint_index import _FIELDS
+from lightning_smartinfinity.integrations.trainer.checkpoint_index import _FIELDS, _SAVED_ON_SLURM
 from lightning_smartinfinity.resume import loops
 
 
@@ -132,8 +132,10 @@ def test_lightning_prepares_every_loader_by_one_method(shuffle: bool) -> None:
     loader_order.keep_order(trainer, lambda: True, is_single=True)
     assert sampler() is sampler(RunningStage.VALIDATING) is own.sampler
     loader_order.keep_order(trainer, lambda: False, is_single=True)
-    with pytest.warns(UserWarning, match="It continues in that order"):
+    with pytest.warns(UserWarning, match="every training DataLoader") as told:
         assert sampler().shuffle
+        sampler(RunningStage.VALIDATING)
+    assert sum("every validation DataLoader" in str(each.message) for each in told) == shuffle
 
 
 def quiet() -> pl.Trainer:
@@ -175,6 +177,12 @@ def test_a_run_loads_a_checkpoint_by_one_method(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(connector, "resume_start", begin_without)
     trainer.fit(BoringModel(), ckpt_path="storage-or-new")
     assert passed == [("storage-or-new", {"weights_only"})] and trainer.ckpt_path is None and trainer.global_step == 3
+
+
+@pytest.mark.seam("``storage-or-new``: what Lightning saves when SLURM requeues the job is a checkpoint, too")
+def test_the_name_of_a_checkpoint_on_slurm(tmp_path: Path) -> None:
+    """Trainer._checkpoint_connector.hpc_save_path returns a path that is named hpc_ckpt_N.ckpt, with a number N."""
+    assert quiet()._checkpoint_connector.hpc_save_path(tmp_path) == str(tmp_path / f"{_SAVED_ON_SLURM}1.ckpt")
 
 
 @pytest.mark.seam("training records", "Callbacks see Trainer._logger_connector._callback_metrics.")

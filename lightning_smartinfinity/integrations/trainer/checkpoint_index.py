@@ -26,6 +26,7 @@ from lightning_smartinfinity.zero3.untyped import ClientState
 __all__ = ["CheckpointIndex", "checkpoints_of", "model_checkpoints"]
 
 _SUFFIX = ModelCheckpoint.FILE_EXTENSION
+_SAVED_ON_SLURM = "hpc_ckpt_"  # names of what Lightning saves in default_root_dir when SLURM requeues the job
 _FIELDS = (
     "best_model_score",
     "best_model_path",
@@ -43,7 +44,7 @@ def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 
 def checkpoints_of(trainer: pl.Trainer) -> list[str]:
-    """Return the checkpoints that ``fit(ckpt_path="last")`` may choose from, and the others in their folders.
+    """Return the checkpoints that ``fit(ckpt_path="last")`` may choose from, the others in their folders, and SLURM's.
 
     Raises:
         StorageError: A folder cannot be read.
@@ -54,6 +55,8 @@ def checkpoints_of(trainer: pl.Trainer) -> list[str]:
             templates = (callback.filename or "", callback.CHECKPOINT_NAME_LAST)
             # A name with "/", such as that of a metric "train/loss", makes folders within the callback's folder.
             named += _checkpoints_in(str(callback.dirpath), depth=max(name.count("/") for name in templates))
+    in_root = _checkpoints_in(trainer.default_root_dir, depth=0)
+    named += [path for path in in_root if os.path.basename(path).startswith(_SAVED_ON_SLURM)]
     named += [one.ckpt_path for one in vars(trainer)["callbacks"] if isinstance(one, OnExceptionCheckpoint)]
     return list({os.path.realpath(path): path for path in sorted(named) if os.path.exists(path)}.values())
 
