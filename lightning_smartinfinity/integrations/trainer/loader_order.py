@@ -16,7 +16,7 @@ __all__ = ["keep_order"]
 
 _OTHER_ORDER = (
     "This fit was begun by an earlier version, in which Lightning's DistributedSampler shuffled the batches of every "
-    "training DataLoader. It continues in that order. For the order of the DataLoader itself, pass "
+    "{which} DataLoader. It continues in that order. For the order of the DataLoader itself, pass "
     "use_distributed_sampler=False to the Trainer."
 )
 
@@ -35,19 +35,18 @@ def keep_order(trainer: pl.Trainer, keeps: Callable[[], bool], *, is_single: boo
     """
     connector, accelerator = trainer._data_connector, trainer._accelerator_connector
     prepare = type(connector)._prepare_dataloader
-    has_told = False
+    warned_of = set()
 
     def prepare_in_order(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        nonlocal has_told
+        own_shuffle = bool(_is_dataloader_shuffled(dataloader)) if mode == RunningStage.TRAINING else shuffle
         if keeps():
-            if mode == RunningStage.TRAINING:
-                shuffle = bool(_is_dataloader_shuffled(dataloader))
             with replaced(accelerator, "use_distributed_sampler", False) if is_single else nullcontext():
-                return prepare(connector, dataloader, shuffle, mode)
+                return prepare(connector, dataloader, own_shuffle, mode)
         prepared = prepare(connector, dataloader, shuffle, mode)
-        if prepared is not dataloader and not has_told:
-            has_told = True
-            rank_zero_warn(_OTHER_ORDER)
+        is_other_order = shuffle if is_single else shuffle != own_shuffle
+        if prepared is not dataloader and is_other_order and mode not in warned_of:
+            warned_of.add(mode)
+            rank_zero_warn(_OTHER_ORDER.format(which="training" if mode == RunningStage.TRAINING else "validation"))
         return prepared
 
     connector._prepare_dataloader = prepare_in_order  # type: ignore[method-assign]
