@@ -78,12 +78,26 @@ def test_ranks_without_a_record_in_common(tmp_path: Path, cli: Cli) -> None:
     assert "resumable" not in said and "goes on from" not in said and "no training record in common" in said
 
 
-def recorded(storage: Path) -> None:
-    """Leave the stores of two ranks with the records of steps 1 and 2."""
+def test_damage_to_the_step_that_all_ranks_have(tmp_path: Path, cli: Cli) -> None:
+    """One rank was killed before it committed the second step: of the other, the state of the first is verified."""
+    recorded(tmp_path, steps=(2, 1))
+    assert "tasklet" not in cli("jobs", tmp_path, "--verify", "--quiet", status=1).out  # its records have no content
+    store = recover_store([tmp_path], rank=0, training=2)
+    place = int(store.next_placement().positions[1])  # where the first step's state is
+    store.close(remove=False)
+    with (tmp_path / "default/rank-00000/state.bin").open("r+b") as file:
+        file.seek(store.extents.place_offset(place))
+        file.write(b"damaged")
+    said = cli("jobs", tmp_path, "--verify", "--quiet", status=1).out
+    assert "resumable, step 1" in said and said.count("rank-00000/state.bin") == 1 and "tasklet 1 " in said
+
+
+def recorded(storage: Path, steps: tuple[int, int] = (2, 2)) -> None:
+    """Leave the stores of two ranks with a record of each step."""
     job_id = os.urandom(16)
-    for rank in range(2):
+    for rank, generations in enumerate(steps):
         store = create([storage], rank=rank, job_id=job_id)
-        for generation in range(2):
+        for generation in range(generations):
             commit_generation(store, generation)
             store.record_training(generation=generation, step=generation + 1, content=b"", has_steps=True)
         store.close(remove=False)

@@ -44,8 +44,8 @@ class ScrubbedRank:
     Args:
         folders: The rank's folders.
         generation: The generation that was read; None if there is none.
-        num_extents: Number of extents that were read.
-        num_bytes: Their bytes, and those of the residuals of compressed gradients.
+        num_extents: Number of its extents.
+        num_bytes: Bytes of all that was read, with an older generation and the residuals of compressed gradients.
         damaged: A sentence about each damage, with its path, and its offset if it is known.
         unknown: Sentences that explain why some or all of the state could not be read.
     """
@@ -68,7 +68,7 @@ def scrub_rank(
 ) -> ScrubbedRank:
     """Read all of a rank's newest generation, with direct I/O where possible, and its training records.
 
-    Nothing there changes.
+    If a training would resume from an older generation, that is read, too. Nothing there changes.
 
     Args:
         folders: The rank's folder in every storage folder, in any order.
@@ -88,16 +88,20 @@ def scrub_rank(
         except StorageCorruptError as error:
             return ScrubbedRank(folders=tuple(folders), damaged=(error.problem,))
         on_storage = range(manifest.extents.num_in_memory, manifest.extents.num_tasklets)
-        num_bytes = sum(manifest.extents.extents[index].nbytes for index in on_storage)
+        num_bytes = _bytes_of(manifest, on_storage)
         damaged, unknown = [], [] if torn is None else [f"{torn} Generation {record.generation} was read."]
         try:
             training = limited("Reading", claimed[0].path, _training_of, claimed, manifest, check, common)
             damaged += training.damaged
             unknown += training.unknown
-            num_bytes += sum(residual.nbytes for residual in training.residuals)
+            older = _older(claimed[0], manifest, record, training.generation)
+            others = [] if older is None else [index for index in on_storage if _is_elsewhere(index, older, record)]
+            num_bytes += _bytes_of(manifest, others) + sum(residual.nbytes for residual in training.residuals)
             with show(f"Reading the state of rank {rank}", num_bytes) as advance:
-                for sentence in _damaged(claimed, manifest, record, on_storage, advance):
-                    damaged.append(sentence)
+                for generation, tasklets in ((record, on_storage), (older, others)):
+                    if generation is not None:
+                        for sentence in _damaged(claimed, manifest, generation, tasklets, advance):
+                            damaged.append(sentence)
                 for residual in training.residuals:
                     path = claimed[0].path / residual.name
                     damaged += limited("Reading", path, _damaged_residual, claimed[0], residual, advance)
@@ -113,12 +117,36 @@ def scrub_rank(
         )
 
 
+def _older(folder: OpenFolder, manifest: Manifest, newest: CommitRecord, generation: int | None) -> CommitRecord | None:
+    """Return the record of a generation, unless it is the newest."""
+    records, _ = records_of(folder, manifest)
+    older = (record for record in records if record.generation == generation != newest.generation)
+    return next(older, None)
+
+
+def _is_elsewhere(index: int, older: CommitRecord, newest: CommitRecord) -> bool:
+    """Return whether a tasklet has a place of its own in the older generation."""
+    return bool(older.tasklet_generations[index] != newest.tasklet_generations[index])
+
+
+def _bytes_of(manifest: Manifest, tasklets: Sequence[int]) -> int:
+    return sum(manifest.extents.extents[index].nbytes for index in tasklets)
+
+
 class _Training(NamedTuple):
-    """Result of reading the training records: as of a :class:`ScrubbedRank`, and the residuals that belong to them."""
+    """Result of reading the training records.
+
+    Attributes:
+        damaged: As of a :class:`ScrubbedRank`.
+        unknown: As of a :class:`ScrubbedRank`.
+        residuals: The residuals that belong to the records.
+        generation: The generation that a training resumes from; None if there is none.
+    """
 
     damaged: list[str]
     unknown: list[str]
     residuals: list[ResidualOf]
+    generation: int | None = None
 
 
 def _training_of(
@@ -144,7 +172,8 @@ def _training_of(
             found.damaged.append(f"{str(folders[0].path / record_name(record.number))!r}: {error}")
         residual = residual_of(record, manifest.identity)
         found.residuals.extend([] if residual is None else [residual])
-    return found
+    taken = (record.generation for record in usable if common is None or record.number in common)
+    return found._replace(generation=next(taken, None))
 
 
 def _opened(
@@ -168,7 +197,7 @@ def _newest(folders: Sequence[OpenFolder], manifest: Manifest) -> tuple[CommitRe
 
 
 def _damaged(
-    folders: Sequence[OpenFolder], manifest: Manifest, record: CommitRecord, tasklets: range, advance: Advance
+    folders: Sequence[OpenFolder], manifest: Manifest, record: CommitRecord, tasklets: Sequence[int], advance: Advance
 ) -> Iterator[str]:
     with ExitStack() as opened:
         files = []
@@ -193,7 +222,7 @@ def _damaged(
                 # A batch ends with its first failure. Read its tasklets one by one to find all failures.
                 each = (_failure(pipeline, manifest, record, [index]) for index in some)
                 yield from (f"{failure.message}." for failure in each if failure is not None)
-            advance(sum(manifest.extents.extents[index].nbytes for index in some))
+            advance(_bytes_of(manifest, some))
 
 
 def _damaged_residual(folder: OpenFolder, residual: ResidualOf, advance: Advance) -> list[str]:
