@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_smartinfinity import UnsupportedError
+from lightning_smartinfinity.zero3.optimizer.hyperparameters import describe_changes, values_of
 from lightning_smartinfinity.zero3.optimizer.parameter_groups import (
     check_parameters,
     restore_groups,
@@ -39,6 +42,20 @@ def test_groups_that_were_saved(saved: list[Any], numbers: list[int]) -> None:
     assert [group["lr"] for group in given.param_groups] == [1, 2, 3, 4]
     assert (optimizer.groups_left, optimizer.sub_group_to_group_id) == ((1, 3), {0: 1, 1: 3})
     assert list(saved_numbers(optimizer, saved)) == numbers
+
+
+@pytest.mark.parametrize("schedule", [None, lambda step: min(1.0, step / 4), lambda step: 1.0])
+def test_a_changed_learning_rate(schedule: Callable[[int], float] | None) -> None:
+    """It is described as the script sets it, although a scheduler, as of a warm-up from 0, has changed it already."""
+
+    def values(lr: float) -> Any:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=lr)
+        if schedule is not None:
+            LambdaLR(optimizer, schedule)
+        return values_of(optimizer.param_groups)
+
+    assert describe_changes(values(0.04), values(0.08)) == [("lr=0.08", "lr=0.04")]
+    assert describe_changes(values(0.04), values(0.04)) == []
 
 
 @pytest.mark.parametrize(

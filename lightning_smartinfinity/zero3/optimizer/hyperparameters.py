@@ -11,7 +11,7 @@ from lightning_smartinfinity.zero3.untyped import ParamGroup, SavedState
 
 __all__ = ["describe_changes", "values_of"]
 
-# A scheduler derives these from the learning rate, which is described instead.
+# Derived from the learning rate, which is described instead.
 _DERIVED = frozenset({"initial_lr", "min_lr", "params"})
 
 
@@ -28,12 +28,18 @@ def describe_changes(saved: Sequence[SavedState], own: Sequence[SavedState]) -> 
         own: Values that the script gives them now.
     """
     several = len(own) > 1
+    saved, own = [_before_schedule(each) for each in saved], [_before_schedule(each) for each in own]
     return [
         (f"{key}={_shown(now[key])}{f' (parameter group {number})' if several else ''}", f"{key}={_shown(before[key])}")
         for number, (before, now) in enumerate(zip(saved, own, strict=False))
         for key in now
         if key in before and key not in _DERIVED and _shown(before[key]) != _shown(now[key])
     ]
+
+
+def _before_schedule(group: SavedState) -> SavedState:
+    """Return a group's values with the script's learning rate: a warm-up that begins at 0 has multiplied it by 0."""
+    return {**group, "lr": group["initial_lr"]} if "initial_lr" in group else group
 
 
 def _shown(value: object) -> str:
