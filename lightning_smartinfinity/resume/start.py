@@ -96,7 +96,9 @@ def choose_start(settings: StrategySettings, steps: dict[str, int], *, is_remove
     """
     from lightning_smartinfinity.zero3.setup.found_training import find_interrupted
 
-    everywhere = {path: step for of_rank in gather(steps, None) for path, step in of_rank.items()}
+    everywhere: dict[str, int] = {}
+    for path, step in (item for of_rank in gather(steps, None) for item in of_rank.items()):
+        everywhere[path] = min(step, everywhere.get(path, step))  # machines may have different files at one path
     newest = max(everywhere, key=lambda path: (everywhere[path], path), default=None)
     found = None if any(gather(is_removed, None)) else find_interrupted(settings, None)
     where = f"{', '.join(map(str, settings.storage or ()))} (job {settings.transfer.job!r})"

@@ -27,6 +27,8 @@ from lightning_smartinfinity.integrations.transformers.resume import (
     checkpoint_to_resume,
     steps_of_checkpoints,
 )
+from lightning_smartinfinity.resume.start import choose_start
+from lightning_smartinfinity.settings.strategy import StrategySettings
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
@@ -135,7 +137,7 @@ def test_a_checkpoint_without_its_last_file_is_passed_over(state: str | None, tm
         assert checkpoint_to_resume(True, str(tmp_path), warn=True) == kept
     Path(tmp_path, "checkpoint-10", "trainer_state.json").write_bytes(b'{"global_step": 1\xff}\n')
     with pytest.raises(CheckpointError, match=r"checkpoint-10.*trainer_state.json is damaged .* may be the newest"):
-        steps_of_checkpoints(str(tmp_path), warn=True)
+        checkpoint_to_resume(True, str(tmp_path), warn=True)
 
 
 def test_models_without_optimizer_state_are_not_resumed(tmp_path: Path) -> None:
@@ -217,6 +219,28 @@ def save_on_ranks(folder: Path) -> Any:
         transformers.Trainer._save_checkpoint(trainer, mock.MagicMock(), None)
     dist.destroy_process_group()
     return json.loads(seen.read_text()) if rank == 0 else None
+
+
+def start_on_ranks(folder: Path) -> Any:
+    """Return what a rank chooses of checkpoints that differ between the ranks, and what it finds in two folders."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    settings = StrategySettings(storage=(folder / "storage",))
+    chosen = choose_start(settings, {"first": 9 * rank + 3, "second": 4}, is_removed=False)
+    found = steps_of_checkpoints(str(folder / f"cut-{rank}"), warn=False)
+    with pytest.raises(CheckpointError) as damaged:
+        steps_of_checkpoints(str(folder / f"damaged-{rank}"), warn=False)
+    dist.destroy_process_group()
+    return chosen.checkpoint, found, str(damaged.value)
+
+
+def test_ranks_start_together(tmp_path: Path) -> None:
+    """Of one path the smallest step counts; each rank has the fault of the one that finds it."""
+    checkpoint(tmp_path / "cut-1/checkpoint-2", "{")
+    checkpoint(tmp_path / "damaged-1/checkpoint-2", "{]}")
+    for chosen, (steps, fault), damaged in on_ranks(start_on_ranks, tmp_path):
+        assert chosen == "second" and steps == {}
+        assert "checkpoint-2 is passed over" in str(fault) and "trainer_state.json is damaged" in damaged
 
 
 def test_random_states_of_all_ranks_are_flushed_before_older_checkpoints_are_removed(tmp_path: Path) -> None:

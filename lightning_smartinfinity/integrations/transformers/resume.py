@@ -15,7 +15,7 @@ from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundEr
 from lightning_smartinfinity.storage.folders.replacement import flush, flush_names, flush_tree
 from lightning_smartinfinity.storage.io.os_errors import in_short, storage_errors
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import require_file
-from lightning_smartinfinity.zero3.ranks.collectives import raising_together
+from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 
 __all__ = [
     "begin_checkpoint",
@@ -55,19 +55,23 @@ def checkpoint_to_resume(given: str | bool | None, output_dir: str, *, warn: boo
 
 
 def steps_of_checkpoints(output_dir: str, *, warn: bool) -> tuple[dict[str, int], CheckpointError | None]:
-    """Return the step of the newest checkpoint that a training can resume from, by its path.
+    """Return the step of the newest checkpoint that a training can resume from, by its path. Collective.
 
     Args:
         output_dir: The Trainer's folder of checkpoints.
         warn: Whether this rank warns of skipped checkpoints.
 
     Returns:
-        The step by path, and the reason if there are checkpoints, and none can be resumed from.
+        The step by path as this rank sees it, and the reason if a rank sees checkpoints, and can resume from none.
 
     Raises:
-        CheckpointError: The newest is damaged.
+        CheckpointError: The newest is damaged; raised on every rank.
     """
-    found, fault = _newest_resumable(output_dir, warn=warn)
+    found: Path | None = None
+    fault: CheckpointError | None = None
+    with raising_together():
+        found, fault = _newest_resumable(output_dir, warn=warn)
+    fault = next((each for each in gather(fault, None) if each is not None), None)
     return ({} if found is None else {str(found): _number_of(found) or 0}), fault
 
 
