@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_smartinfinity.integrations.trainer import fit_record
 from lightning_smartinfinity.integrations.trainer.fit_record import TrainerFitRecord
 from tests.helpers.long_cases import long_but
 from tests.helpers.random_fit import LitRandom, SaveAt, StatefulLoader, seed
@@ -84,6 +85,15 @@ def test_resume_draws_what_the_uninterrupted_fit_drew(name: str, tmp_path: Path)
     assert not messages
 
 
+def test_a_due_validation_on_another_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs, although random states are not restored."""
+    fit(LitRandom(validate=True), tmp_path, SaveAt(tmp_path, "batch-0-4"), max_epochs=1)
+    monkeypatch.setattr(fit_record, "fits", lambda *_, **__: False)
+    again, resume = tmp_path / "again", tmp_path / "batch-0-4.ckpt"
+    fit(LitRandom(validate=True), tmp_path, SaveAt(again, "validation-0-4"), resume=resume, max_epochs=1)
+    assert (again / "validation-0-4.ckpt").exists()
+
+
 def test_gradients_that_a_checkpoint_leaves_out_are_warned_of(tmp_path: Path) -> None:
     """Only between the batches of a step. The second step of an epoch has its fourth and last batch alone."""
     points = [f"batch-0-{number}" for number in range(1, 5)]
@@ -95,10 +105,10 @@ def test_gradients_that_a_checkpoint_leaves_out_are_warned_of(tmp_path: Path) ->
     assert len(told) == 2
 
 
-def as_by_an_earlier_version(fit_record: Any, patch: pytest.MonkeyPatch) -> None:
+def as_by_an_earlier_version(record: Any, patch: pytest.MonkeyPatch) -> None:
     """Make fits shuffle all batches, and checkpoints hold random states but no point of the fit."""
-    patch.setattr(fit_record, "keeps_order", lambda _: False)
-    patch.setattr(fit_record, "_point", lambda _, random: random)
+    patch.setattr(record, "keeps_order", lambda _: False)
+    patch.setattr(record, "_point", lambda _, random: random)
 
 
 @pytest.mark.parametrize("name", ["epoch-0-4", "batch-1-2"])

@@ -185,19 +185,23 @@ class TrainerFitRecord(FitRecord):
         return {**(before or random), _POINT: {"follows": follows.value, "loaders": position, "metrics": values}}
 
     def take_point(self, trainer: pl.Trainer, client_state: ClientState) -> None:
-        """Remove the random states and the fit's point from a checkpoint, and keep them if this run uses them."""
+        """Remove the random states and the fit's point from a checkpoint, and keep them if this run uses them.
+
+        On another number of processes a fit uses the point, but not the random states.
+        """
         state = client_state.pop(RNG_KEY, None)
-        if state is None or trainer.state.fn != TrainerFn.FITTING or not self._take_random(trainer, state):
+        if state is None or trainer.state.fn != TrainerFn.FITTING:
             return
         assert self._loaders is not None
-        point = state.get(_POINT)
+        point, has_random = state.get(_POINT), self._take_random(trainer, state)
         if point is None:
-            self._loaders.expect(None)
+            if has_random:
+                self._loaders.expect(None)
             return
         self._follows, self._saved_loaders = Following(point["follows"]), point["loaders"]
         trainer._logger_connector._callback_metrics.update(point["metrics"])
         settle(client_state["loops"]["fit_loop"], self._follows)
-        if self._saved_loaders is not None:
+        if has_random and self._saved_loaders is not None:
             self._loaders.expect(self._saved_loaders)
 
     def _take_random(self, trainer: pl.Trainer, state: dict[str, Any]) -> bool:
