@@ -7,17 +7,29 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.resume.random_states import RNG_KEY
 from lightning_smartinfinity.resume.typed_json import decode, encode
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.storage.records.training_record import TrainingRecord
     from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
-__all__ = ["content_of", "read_content"]
+__all__ = ["TRAINER_KEYS", "TRANSFORMERS_KEYS", "content_of", "read_content"]
 
 _ENGINE, _LOOP = "engine", "loop"
 _FIRST_WITH_LOADERS = 4  # only some records of version 3 have them
 _ENGINE_KEYS = frozenset({"counters", "groups", "loss_scaler", "dynamic_loss_scale", "overflow", "buffers", "frozen"})
+
+_OF_TRAINER, _OF_TRANSFORMERS = "after_batch", "trainer_state"  # each is in records of one kind only
+TRAINER_KEYS = frozenset({_OF_TRAINER, "loaders", "checkpoint", "metrics", RNG_KEY})
+"""Keys of the loop's part in a record of Lightning's Trainer."""
+TRANSFORMERS_KEYS = frozenset(
+    {
+        *(_OF_TRANSFORMERS, "callbacks", "control", "running", "tr_loss", "scheduler"),
+        *("batches", "epoch", "fraction", "pending"),
+    }
+)
+"""Keys of the loop's part in a record of transformers' Trainer."""
 
 
 def content_of(engine: SavedState, loop: ClientState) -> bytes:
@@ -38,7 +50,7 @@ def read_content(record: TrainingRecord, *, loop_keys: Collection[str] = ()) -> 
 
     Args:
         record: The record.
-        loop_keys: Keys that the loop's part needs.
+        loop_keys: Keys that the loop's part needs, besides those of its kind of Trainer, which its content shows.
 
     Raises:
         StorageCorruptError: The content is not what this package writes.
@@ -46,14 +58,19 @@ def read_content(record: TrainingRecord, *, loop_keys: Collection[str] = ()) -> 
     try:
         saved: Any = decode(record.content)
         engine, loop = saved[_ENGINE], saved[_LOOP]
-        if record.version < _FIRST_WITH_LOADERS and "after_batch" in loop and "loaders" not in loop:
+        if record.version < _FIRST_WITH_LOADERS and _OF_TRAINER in loop and "loaders" not in loop:
             loop = {**loop, "loaders": _loaders_in(loop)}
-        missing = sorted({*_ENGINE_KEYS - engine.keys(), *set(loop_keys) - loop.keys()})
+        missing = sorted({*_ENGINE_KEYS - engine.keys(), *{*loop_keys, *_keys_of_kind(loop)} - loop.keys()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _not_ours(record, str(error)) from error
     if missing:
         raise _not_ours(record, f"it has no {missing[0]!r}")
     return engine, loop
+
+
+def _keys_of_kind(loop: ClientState) -> Collection[str]:
+    kinds = {_OF_TRAINER: TRAINER_KEYS, _OF_TRANSFORMERS: TRANSFORMERS_KEYS}
+    return next((keys for key, keys in kinds.items() if key in loop), frozenset())
 
 
 def _loaders_in(loop: ClientState) -> ClientState:

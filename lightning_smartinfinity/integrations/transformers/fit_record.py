@@ -19,6 +19,7 @@ from lightning_smartinfinity.integrations.transformers.batches import Batches
 from lightning_smartinfinity.integrations.transformers.seams import Trainer
 from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.resume.record import FitRecord, loop_in
+from lightning_smartinfinity.resume.record_content import TRANSFORMERS_KEYS
 from lightning_smartinfinity.resume.schedules import advance_when_loaded
 from lightning_smartinfinity.settings.strategy import StrategySettings
 from lightning_smartinfinity.zero3.untyped import ClientState
@@ -43,13 +44,11 @@ class TransformersFitRecord(FitRecord):
         loop: The loop's part of the record that the next training resumes from; None if it does not.
     """
 
-    loop_keys = frozenset(
-        {_STATE, "callbacks", "control", "running", "tr_loss", "scheduler", "batches", "epoch", "fraction", "pending"}
-    )
+    loop_keys = TRANSFORMERS_KEYS
 
     def __init__(self) -> None:
         super().__init__(
-            how_to_resume="run it again with trainer.train(resume_from_checkpoint='storage')",
+            how_to_resume="start the script again with trainer.train(resume_from_checkpoint='storage')",
             how_to_change="call training.use_new_hyperparameters() before trainer.train",
             how_to_save="trainer.save_model(folder)",
             gap="several optimizer steps follow one call of on_step_end",
