@@ -234,7 +234,7 @@ class FitRecord:
             self._say,
             settings,
             "The training was complete, but an error ended the script before the model was saved",
-            f"To save it, {self._how_to_resume}: the training ends at once, and {self._how_to_save} saves the model",
+            f"To save the model, {self._how_to_resume}: the fit ends at once. Then call {self._how_to_save}",
         )
 
     @staticmethod

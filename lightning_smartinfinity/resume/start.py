@@ -114,7 +114,8 @@ def choose_start(settings: StrategySettings, steps: dict[str, int], *, is_remove
             f"{settings.transfer.job + ARCHIVE!r}.",
         )
     if found is None and newest is None:
-        return Start(Source.NEW, f"There is no interrupted training in {where}, and no checkpoint: begins at step 0.")
+        nothing = f"There is no interrupted training in {where}, and no checkpoint."
+        return Start(Source.NEW, f"{nothing} The training begins at step 0.")
     if newest is None or (found is not None and _is_newer(found, everywhere[newest])):
         after = "" if found is None or found.step is None else f", after step {found.step}"
         return Start(Source.STORAGE, f"Resumes from the state in {where}{after}{beside}.")

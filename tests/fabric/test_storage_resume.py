@@ -71,7 +71,7 @@ def test_one_script_is_its_own_restart(tmp_path: Path, attack: Attack) -> None:
 def test_an_error_leaves_the_state_and_an_end_does_not(tmp_path: Path) -> None:
     """The end of a loop that failed says how to go on; a resumed loop that came to its end leaves nothing."""
     code, output = launch(FabricRun(str(tmp_path / "a"), fail_step=3))
-    assert code != 0 and output.count("run it again with fabric.strategy.resume() before fabric.setup") == 1
+    assert code != 0 and output.count("start the script again with fabric.strategy.resume() before fabric.setup") == 1
     assert files(tmp_path / "a" / "storage") == ["default"]
     code, output = launch(FabricRun(str(tmp_path / "a"), resume=True))
     assert code == 0, output[-3000:]
@@ -97,7 +97,7 @@ def test_another_number_of_processes(tmp_path: Path) -> None:
 def test_steps_without_a_record(tmp_path: Path) -> None:
     """Two steps behind the last record there is nothing to resume from, so nothing is left; a warning says so."""
     code, output = launch(FabricRun(str(tmp_path / "b"), fail_step=6, record_every=4))
-    assert code != 0 and "run it again" not in output and files(tmp_path / "b" / "storage") == []
+    assert code != 0 and "start the script again" not in output and files(tmp_path / "b" / "storage") == []
     code, output = launch(FabricRun(str(tmp_path / "c"), record_every=2))
     assert code == 0 and "fabric.strategy.record() follows not every step" in output
 

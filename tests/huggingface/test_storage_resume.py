@@ -73,7 +73,7 @@ def test_ctrl_c(
         caplog.clear()
         with pytest.raises(KeyboardInterrupt):
             train_interrupted(dataclasses.replace(run, method=method, step=step))
-        told = "run it again with trainer.train(resume_from_checkpoint='storage')" in caplog.text
+        told = "start the script again with trainer.train(resume_from_checkpoint='storage')" in caplog.text
         assert told == (step > 0) == bool(list(tmp_path.glob("smart_infinity/*/*/state.bin")))
     assert_goes_on(train_interrupted(dataclasses.replace(run, how="")), straight, after=9)
     assert not list(tmp_path.glob("smart_infinity/*/*"))

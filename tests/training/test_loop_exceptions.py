@@ -124,7 +124,9 @@ def test_what_is_left_of_broken_fits(
             assert_threads_end(before)
         before = num_threads()  # the first fits also start threads of libraries, which stay
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert sum("run it again with trainer.fit(..., ckpt_path='storage')" in text for text in told) == 3 * bool(left[0])
+    assert sum(
+        "start the script again with trainer.fit(..., ckpt_path='storage')" in text for text in told
+    ) == 3 * bool(left[0])
     assert sum("durability='none' leaves" in text for text in told) == 4 * ("durability" in settings)
 
 

@@ -95,7 +95,7 @@ def test_every_interruption(
     _, output = run(tmp_path / "broken", kill_at=how, kill_step=step, kill_rank=last, **settings)
     assert not (tmp_path / "broken" / "end-0.json").exists(), output[-2000:]
     killed = how.startswith("kill")
-    told = output.count("run it again with trainer.fit(..., ckpt_path='storage')")
+    told = output.count("start the script again with trainer.fit(..., ckpt_path='storage')")
     # A rank that misses the other one tells it, too, unless it is stopped before.
     assert told == (0 if killed else 1) or (last and told < 2)
     assert_resumes(tmp_path / "broken", whole, **{**settings, "granule": 0})

@@ -28,7 +28,7 @@ class FabricFitRecord(FitRecord):
 
     def __init__(self) -> None:
         super().__init__(
-            how_to_resume="run it again with fabric.strategy.resume() before fabric.setup",
+            how_to_resume="start the script again with fabric.strategy.resume() before fabric.setup",
             how_to_change="call fabric.strategy.use_new_hyperparameters() before fabric.setup",
             gap="fabric.strategy.record() follows not every step",
             automatic=False,

@@ -37,6 +37,7 @@ from lightning_smartinfinity.resume.loops import (
 )
 from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.resume.record import FitRecord
+from lightning_smartinfinity.resume.record_content import TRAINER_KEYS
 from lightning_smartinfinity.resume.start import Source, choose_start, steps_of
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW, StrategySettings
@@ -75,11 +76,11 @@ class TrainerFitRecord(FitRecord):
         was_interrupted: Whether an error or a signal ended the run.
     """
 
-    loop_keys = frozenset({"after_batch", "loaders", "checkpoint", "metrics", RNG_KEY})
+    loop_keys = TRAINER_KEYS
 
     def __init__(self) -> None:
         super().__init__(
-            how_to_resume="run it again with trainer.fit(..., ckpt_path='storage')",
+            how_to_resume="start the script again with trainer.fit(..., ckpt_path='storage')",
             how_to_change="call strategy.use_new_hyperparameters() before trainer.fit",
             how_to_save="trainer.save_checkpoint(path) or strategy.save_pretrained(folder)",
             gap="training_step takes several optimizer steps, and a record is written at the end of a batch only",
