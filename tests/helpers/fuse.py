@@ -49,7 +49,7 @@ def mount(source: Path, over: Path) -> int:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     server = os.fork()
     if server == 0:
-        os.closerange(0, 3)  # whoever reads this process's output is not to wait for the server
+        os.closerange(0, 3)  # a reader of this process's output would wait for the server to end
         _Server(device, source).serve()
     os.close(device)
     return server

@@ -81,7 +81,7 @@ USUAL_HANGS = [("step", "WRITE", 2, TIMEOUT), ("save", "FSYNC", 1, TIMEOUT), ("s
 @RunIf(fuse=True)
 @pytest.mark.parametrize(("when", "at", "number", "cause"), long_but(USUAL_HANGS, HANGS))
 def test_a_file_system_that_hangs(tmp_path: Path, attack: Attack, when: str, at: str, number: int, cause: str) -> None:
-    """The process raises the error, and then whoever has started it sees its end, not only once the disk is gone."""
+    """The process raises the error and ends, before the disk is gone."""
     attack(
         "a mounted file system stops answering", tries=1, outcome="the error is out, and the process ends within 10 s"
     )

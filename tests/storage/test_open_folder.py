@@ -234,7 +234,7 @@ def as_nobody(call: Callable[[], str]) -> str:
 
 @RunIf(root=True)
 def test_state_that_only_its_user_may_read() -> None:
-    """Whoever looks at a job of another user learns whose it is, and not that there is none."""
+    """A job of another user is reported with its owner, and not as missing."""
     with TemporaryDirectory() as name:
         storage = Path(name)
         storage.chmod(0o755)

@@ -164,7 +164,7 @@ class RankFolder:
         """Delete the store of an earlier process, if there is one.
 
         Raises:
-            StorageCorruptError: Its manifest is damaged, so it may be a store that somebody needs.
+            StorageCorruptError: Its manifest is damaged, so the store may still be needed.
             StorageError: This package did not make a file that is in the way, or a file cannot be deleted.
         """
         manifest = self._earlier_manifest()

@@ -24,7 +24,7 @@ _FLUSH_SECONDS = 2.0
 
 
 def exit_beside(calls: Sequence[str]) -> None:
-    """Let the process end although these calls have not returned, and report them on stderr.
+    """Report calls that have not returned on stderr, and keep them from delaying the end of the process.
 
     Files that Python has buffered are flushed here, unless their disk does not answer within two seconds.
 

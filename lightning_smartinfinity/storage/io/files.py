@@ -63,7 +63,7 @@ def listed(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def unless_removed(make: Callable[[], T], *, seconds: float = _REMEMBERED) -> T:
-    """Call a function, and call it again while a file or folder that it has found or made is gone.
+    """Call a function, and call it again while it raises FileNotFoundError.
 
     Another process may just have removed it. Some file systems cache for seconds that it is still there, if another
     machine has removed it: then looking for it, or making it where it may exist, succeeds, and opening it fails.

@@ -216,7 +216,7 @@ def find_job(storage: Path, name: str) -> Job | None:
 
 @bounded("Looking for the other storage folders of")
 def with_lost_parts(storage: Path, jobs: Sequence[Job]) -> list[Job]:
-    """Return jobs, of which the folders of ranks with missing parts say so as their problem.
+    """Return the jobs. The folder of a rank that lacks a part gets a problem that names the part.
 
     Args:
         storage: A storage folder, for the error if the disk does not answer.

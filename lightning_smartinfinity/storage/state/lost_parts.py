@@ -79,7 +79,7 @@ def _has_part(storage: Path, job: str, like: Manifest, device: int) -> bool:
             return (manifest.job, manifest.device) == (like.job, device)
     except OSError:
         return False
-    except StorageError:  # it is there, and whoever opens it learns what is wrong with it
+    except StorageError:  # the folder exists; opening it raises the reason
         return True
 
 
@@ -99,7 +99,7 @@ def refuse_lost(folders: Sequence[Path], *, job: str, rank: int) -> None:
 def _found_in(folders: Sequence[Path], job: str, rank: int) -> Iterable[FoundPart]:
     for storage in map(Path, map(os.path.abspath, folders)):
         with (
-            suppress(OSError, StorageError),  # whoever opens it learns what is wrong with it
+            suppress(OSError, StorageError),  # opening the folder raises the reason
             closing(open_rank_folder(rank_folder_path(storage, job=job, rank=rank))) as folder,
         ):
             _, notes = read_lock(folder)

@@ -181,7 +181,7 @@ def look_at(folder: OpenFolder) -> Part:
     )
     if manifest is None:
         return bare
-    if manifest.rank != rank:  # somebody has renamed the folder
+    if manifest.rank != rank:  # the folder was renamed
         return replace(bare, is_damaged=True)
     return Part(
         **{

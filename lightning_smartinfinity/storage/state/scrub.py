@@ -134,7 +134,7 @@ def _bytes_of(manifest: Manifest, tasklets: Sequence[int]) -> int:
 
 
 class _Training(NamedTuple):
-    """Result of reading the training records.
+    """Problems found in the training records.
 
     Attributes:
         damaged: As of a :class:`ScrubbedRank`.
