@@ -15,7 +15,7 @@ because users change them. The file, in JSON::
           "lm_head.weight": {"crc32c": "...", "nbytes": 4288, "offset": 528}
         }
       },
-      "package": "0.1.0",                             version of this package that wrote it
+      "package": "0.1.0.dev5",                        version of this package that wrote it
       "version": 1
     }
 

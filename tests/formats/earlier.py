@@ -52,7 +52,7 @@ ARCHIVES: Mapping[str, Sequence[str]] = {
     "2026-11-24": ["plain"],
     "2026-11-25": ["plain"],
     "2026-11-25-evening": ["plain", "compressed", "two processes"],
-    "0.1.0": list(KINDS),
+    "2026-11-29": list(KINDS),
 }
 """The archives, and the kinds of trainings in them. The commits that wrote them, and what differs from later ones:
 

@@ -1,7 +1,8 @@
 """Describes what a training writes, by names and types: ``python -m tests.formats.schemas`` stores it anew.
 
 ``schemas.json`` holds the description of each record by its format version. A content that changes without its version
-fails :mod:`tests.formats.test_schemas`.
+fails :mod:`tests.formats.test_schemas`. It also holds the format versions that each version of the package writes:
+errors about newer files name the version of the package that reads them.
 """
 
 from __future__ import annotations
@@ -16,21 +17,34 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_smartinfinity import __version__
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.resume.record_content import read_content
-from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, read_manifest
+from lightning_smartinfinity.storage.folders.manifest import FORMAT_VERSION, MANIFEST_NAME, read_manifest
 from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder
 from lightning_smartinfinity.storage.records import residual_file, training_record
-from lightning_smartinfinity.storage.records.training_record import read_training_records
+from lightning_smartinfinity.storage.records.training_record import RECORD_VERSION, read_training_records
 from lightning_smartinfinity.storage.state import commit_record
-from lightning_smartinfinity.zero3.checkpoints.formats.optimizer_state import EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoints.formats.optimizer_state import CHECKPOINT_VERSION, EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import CHECKSUMS_VERSION
 from tests.formats.earlier import extracted, run
 from tests.helpers.universal import convert_by_command
 
 STORED = Path(__file__).parent / "schemas.json"
 KIND = "compressed"
-RELEASED = "0.1.0"
-"""The archive whose schemas are stored, too: those of a released version never change."""
+ARCHIVED = "2026-11-29"
+"""The archive whose schemas are stored, too: those of an archived version never change."""
+
+NUMBERS = {
+    "manifest": FORMAT_VERSION,
+    "training record": RECORD_VERSION,
+    "checkpoint": CHECKPOINT_VERSION,
+    "checksums": CHECKSUMS_VERSION,
+}
+"""The format versions that are written now."""
+
+PACKAGES = "package versions"
+"""Key of the format versions that each version of the package writes."""
 
 Schemas = dict[str, dict[str, Any]]
 
@@ -123,6 +137,7 @@ def stored() -> Schemas:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as now, tempfile.TemporaryDirectory() as then:
-        found = [schemas_of(extracted(RELEASED, Path(then)) / KIND), schemas_of(written(Path(now)))]
+        found = [schemas_of(extracted(ARCHIVED, Path(then)) / KIND), schemas_of(written(Path(now)))]
     merged = {kind: {**found[0][kind], **found[1][kind]} for kind in found[0]}
+    merged[PACKAGES] = {__version__: NUMBERS, **stored()[PACKAGES]}  # those of a version never change
     STORED.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
