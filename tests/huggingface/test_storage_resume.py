@@ -161,16 +161,22 @@ def test_trl(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_an_error_after_the_training(model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A script that fails before it saves the model is told that the training was complete, and how to save it."""
+    """A script that fails before it saves the model is told that the training was complete, and how to save it.
 
-    def script() -> None:
+    ``sys.exit(0)`` is no failure.
+    """
+
+    def script(error: BaseException) -> None:
         with SmartInfinityTraining(tmp_path / "storage") as training:
             args = arguments(tmp_path, training.config, max_steps=2)
             transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset(2)).train()
-            raise ZeroDivisionError
+            raise error
 
+    with pytest.raises(SystemExit):
+        script(SystemExit(0))
+    assert "The training was" not in caplog.text and not list(tmp_path.glob("storage/*/*"))
     with pytest.raises(ZeroDivisionError):
-        script()
+        script(ZeroDivisionError())
     assert "The training was complete, but an error" in caplog.text and "trainer.save_model(folder)" in caplog.text
     assert list(tmp_path.glob("storage/*/*/state.bin"))
     storage, told = (

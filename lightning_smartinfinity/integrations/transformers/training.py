@@ -230,8 +230,8 @@ class SmartInfinityTraining(TrainingSession):
     ) -> None:
         with self._contexts:
             self._become_idle(completed=kind is None)
-            if kind is not None and self._rank_state is not None:
-                self._rank_state.keeping.script_failed()
+            if error is not None and self._rank_state is not None:
+                self._rank_state.keeping.script_failed(error)
             self.close()
 
     # ---- called by transformers and accelerate

@@ -77,9 +77,12 @@ class Keeping:
         self.suspended = num_failed + num_off > 0
         self.resumable = has_record and not self.suspended
 
-    def script_failed(self) -> None:
-        """Note that an error ended the script, perhaps after the training: the state stays unless it was saved."""
-        if not self.saved:
+    def script_failed(self, error: BaseException) -> None:
+        """Note that an error ended the script, perhaps after the training: the state stays unless it was saved.
+
+        ``sys.exit()`` with status 0 is no failure: after a complete training, it ends the script normally.
+        """
+        if not self.saved and not (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.completed = False
 
     def leave(self, handler: TransferHandler) -> None:
@@ -300,11 +303,11 @@ class RankState:
             if handler.is_closed:
                 return
             background.join()
-            failed = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
+            error = sys.exc_info()[1] or getattr(sys, "last_value", None)
             if not keeping.says_end:
-                keeping.completed = not failed
-            elif failed:
-                keeping.script_failed()
+                keeping.completed = error is None
+            elif error is not None:
+                keeping.script_failed(error)
             if keeping.stays and handler.in_flight and handler.step.is_complete:
                 with suppress(SmartInfinityError):  # the previous generation stays current
                     handler.commit()
