@@ -42,7 +42,7 @@ from tests.activations.chains import (
 from tests.activations.models import everything, opened
 from tests.helpers.interrupts import Interrupt
 from tests.helpers.long_cases import long_but
-from tests.native.test_interrupt import interrupted
+from tests.native.test_deadlines import interrupted
 
 __all__ = ["activations"]
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import replace
+from functools import reduce
 from itertools import pairwise
+from operator import xor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hls.description import DESIGNS, EMULATED, KERNELS, SMARTSSD, ComputeUnit, Design, MemoryBank, design_for
+from hls.resources import beat_columns, report
 from hls.sources import write_sources
 from hls.xclbin import SectionKind, sections, xclbin
+from lightning_smartinfinity import native
 from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL
 
@@ -112,3 +117,23 @@ def test_sources_of_a_renamed_kernel_are_deleted(tmp_path: Path) -> None:
     (tmp_path / "written.cpp").touch()
     write_sources(tmp_path)
     assert {file.stem for file in tmp_path.glob("*.cpp")} == {"written", *(kernel.name for kernel in KERNELS)}
+
+
+# ---- the tables of the FPGA's resources that the kernels should take
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_has_what_the_script_prints() -> None:
+    assert report() in (ROOT / "docs/smartssd_kernels.md").read_text()
+
+
+def test_networks_compute_the_checksum() -> None:
+    """The counted columns give the CRC-32C of a beat: those of its set bits, with the register in the first word."""
+    columns = beat_columns()
+    beat = np.random.default_rng(0).integers(0, 1 << 32, 16, np.uint32)
+    words = [int(word) for word in beat]
+    words[0] ^= 0xFFFFFFFF
+    taken = [columns[place][bit] for place, word in enumerate(words) for bit in range(32) if word >> bit & 1]
+    assert reduce(xor, taken) ^ 0xFFFFFFFF == native.crc32c(beat.ctypes.data, beat.nbytes)

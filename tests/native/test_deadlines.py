@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,7 @@ from tests.helpers.native_testing import EndingClock, Hold, inject
 from tests.helpers.processes import REPOSITORY
 from tests.helpers.waiting import LIMIT, PROCESS_LIMIT, await_that, lenient
 from tests.native.stored import Run, StoredState
-from tests.native.test_interrupt import interrupted
-from tests.native.test_pipeline import assert_same, initial, normals
+from tests.native.test_pipeline import adam, assert_same, initial, normals
 
 BLOCK = 4096
 PART = 4 << 20  # a request is cut into parts of this size
@@ -288,3 +289,63 @@ def test_calls_and_requests_ask_the_same_clock(tmp_path: Path) -> None:
     assert left is not None and left < LATER
     hold.release()
     await_that(lambda: not queue.busy)
+
+
+# ---- Ctrl-C while the core works ends the wait. The batch can then be continued or stopped
+
+
+SEVERAL_TASKLETS = 40 * 1024
+UNTOUCHED = -7.0
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """Raise KeyboardInterrupt, as Ctrl-C does, shortly after the body begins, and expect it to end the body."""
+    # An alarm comes in time on a busy machine. A thread that sends SIGINT may not.
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def start_slow_update(state: StoredState, *, delay_us: int) -> tuple[Any, Any]:
+    """Start an update of forty tasklets, one after the other, and return its gradient and parameters."""
+    gradient, parameter = normals(9, SEVERAL_TASKLETS), np.full(SEVERAL_TASKLETS, UNTOUCHED, np.float32)
+    inject(state.pipeline, seed=1, max_delay_us=delay_us)
+    state.start(Operation.UPDATE, [Run(0, SEVERAL_TASKLETS, 0, gradient, parameter=parameter)], [STEP])
+    return gradient, parameter
+
+
+def test_an_interrupt_ends_the_wait_and_stop_the_batch(tmp_path: Path) -> None:
+    """An interrupt ends the wait early. stop() skips tasklets that have not begun. The old place stays intact."""
+    arrays = initial(SEVERAL_TASKLETS)
+    with StoredState(tmp_path, SEVERAL_TASKLETS, 1024, options={"num_buffers": 1}) as state:
+        state.pipeline.stop()  # which stops nothing
+        state.write(*arrays)
+        _, parameter = start_slow_update(state, delay_us=100_000)
+        with interrupted():
+            state.pipeline.wait()
+        state.pipeline.stop()
+        assert parameter[-1] == UNTOUCHED
+        seen = parameter.copy()
+        assert state.pipeline.finish() is None, "a stopped batch is over"
+        state.pipeline.close()
+        state.pipeline = state.open_pipeline()  # without delays
+        assert_same(state.read(), arrays)
+        np.testing.assert_array_equal(parameter, seen)
+
+
+def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
+    """After an interrupted wait, the next wait returns when the batch is complete."""
+    arrays = initial(SEVERAL_TASKLETS)
+    with StoredState(tmp_path, SEVERAL_TASKLETS, 1024, options={"num_buffers": 1}) as state:
+        state.write(*arrays)
+        gradient, parameter = start_slow_update(state, delay_us=15_000)
+        with interrupted():
+            state.pipeline.finish()
+        assert state.pipeline.finish() is None
+        np.testing.assert_array_equal(parameter, adam(STEP, gradient, arrays)[0])

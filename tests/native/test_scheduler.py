@@ -28,7 +28,7 @@ from tests.helpers.golden import adam_step
 from tests.helpers.native_testing import Hold, inject
 from tests.helpers.waiting import LIMIT, await_that, lenient
 from tests.native.stored import Run, StoredState, extent_bytes
-from tests.native.test_interrupt import interrupted
+from tests.native.test_deadlines import interrupted
 from tests.native.test_pipeline import assert_same, expected_update, initial, normals
 
 TASKLET = 1024

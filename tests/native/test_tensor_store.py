@@ -28,7 +28,7 @@ from lightning_smartinfinity.native import (
 from tests.helpers.native_testing import Hold, Throttle, inject
 from tests.helpers.waiting import await_that, join
 from tests.native.builds import assert_in_fork, is_refused
-from tests.native.test_interrupt import interrupted
+from tests.native.test_deadlines import interrupted
 
 BLOCK = 4096
 PART = 4 << 20  # a request is cut into parts of this size

@@ -28,7 +28,7 @@ from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 from tests.helpers.native_testing import Hold, inject
 from tests.helpers.unnamed import unnamed_files
 from tests.helpers.waiting import await_that, lenient
-from tests.native.test_interrupt import interrupted
+from tests.native.test_deadlines import interrupted
 
 BLOCK = 4096
 # Two of the small buffers and a part of a block.

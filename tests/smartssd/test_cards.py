@@ -6,16 +6,21 @@ import os
 import re
 import struct
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
-from hls.description import SMARTSSD
+from hls.description import KERNELS, SMARTSSD
 from hls.xclbin import xclbin
-from lightning_smartinfinity import ConfigError, DeviceError, SmartInfinityStrategy, SmartSSDConfig
-from lightning_smartinfinity.devices.smartssd import find_cards
+from lightning_smartinfinity import ConfigError, DeviceError, SmartInfinityStrategy, SmartSSDConfig, native
+from lightning_smartinfinity.common.update_rules import RULES
+from lightning_smartinfinity.devices.smartssd import find_cards, gradient_files
+from lightning_smartinfinity.devices.smartssd import kernels as of_package
 from lightning_smartinfinity.devices.smartssd.discovery import card_setup
 from lightning_smartinfinity.devices.smartssd.discovery.cards import cards_of, unusable_node
 from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2P, P2PState, p2p_of
@@ -26,8 +31,13 @@ from lightning_smartinfinity.devices.smartssd.discovery.runtime import (
     runtime_of,
 )
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import read_xclbin
-from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError, UnsupportedError
+from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
+from tests.helpers.golden import ARRAYS
+from tests.helpers.golden import RULES as RULE_OF
+from tests.native.stored import Array
 from tests.smartssd.fake_machine import GIB, SHELL, Machine, smartssd
 
 WHOLE, SMALL = 4 * GIB, 32 << 20
@@ -241,3 +251,77 @@ def test_everything_at_once(machine: Machine, tmp_path: Path, monkeypatch: pytes
     machine.locked.add(machine.root / "dev/dri/renderD129")
     with pytest.raises(DeviceError, match=r"card 0000:52:00\.1 cannot be opened.*render"):
         find_cards(folders, settings, system)
+
+
+# ---- the package's kernels are those that ``hls/description.py`` describes
+
+
+STEPS = {rule.kernel: getattr(native, rule.step) for rule in RULES}
+
+
+def test_an_optimizer_without_a_kernel() -> None:
+    """An optimizer without a kernel is refused by name, with a list of those that have one."""
+    with pytest.raises(UnsupportedError, match=r"torch\.optim\.Adamax") as caught:
+        of_package.kernel_of("Adamax")
+    assert "update_device='host'" in caught.value.remedy and "Adagrad" in caught.value.remedy
+
+
+def example_state(step: Any) -> tuple[Array, ...]:
+    """Return the self-test's state after a step.
+
+    It must be finite, since a card's NaN may have other bits than the host's.
+    """
+    gradient, *state = np.random.default_rng(1).standard_normal((1 + len(ARRAYS[type(step)]), 50_000), np.float32)
+    return RULE_OF[type(step)](step, gradient, tuple(map(np.abs, state)))
+
+
+def test_kernels_of_the_package() -> None:
+    """The package's kernels agree with the description in names, arrays and steps, and with torch's optimizers."""
+    assert [kernel.name for kernel in of_package.KERNELS] == [kernel.name for kernel in KERNELS]
+    for ours, described in zip(of_package.KERNELS, KERNELS, strict=True):
+        assert ours.num_arrays == len(described.arrays)
+        example = ours.example()
+        assert type(example) is STEPS[described.name]
+        assert all(getattr(example, word) != 0 for word in described.words)
+        assert all(np.isfinite(array).all() for array in example_state(example))
+        for optimizer in ours.rule.optimizers:
+            rule = rule_for(getattr(torch.optim, optimizer)([torch.nn.Parameter(torch.zeros(1))]))
+            assert rule.name == optimizer and tuple(rule.arrays) == described.arrays
+
+
+# ---- the file on a card's SSD that gradients pass through
+
+
+@pytest.mark.parametrize("has_unnamed", [True, False])
+def test_it_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_unnamed: bool) -> None:
+    """Nothing is left of it, and what others have put there, whatever its name, stays.
+
+    That is so on a file system that can make files without names, and on one that cannot.
+    """
+    real = os.open
+
+    def refusing(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, os.strerror(95))
+        return real(path, flags, *args, **kwargs)
+
+    target, folder = tmp_path / "precious", tmp_path / "folder"
+    target.write_text("precious")
+    folder.mkdir()
+    (folder / gradient_files._NAME).symlink_to(target)
+    if not has_unnamed:
+        monkeypatch.setattr(os, "open", refusing)
+    with ExitStack() as resources:
+        file = open_gradient_file(folder, 8192, resources)
+        assert file.direct and os.listdir(folder) == [gradient_files._NAME]
+    assert target.read_text() == "precious" and (folder / gradient_files._NAME).is_symlink()
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the file, and its descriptor is closed."""
+    full = mock.Mock(side_effect=OSError(28, os.strerror(28)))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with ExitStack() as resources, pytest.raises(StorageError, match=r"Allocating 8192 bytes for .*gradients\.tmp"):
+        open_gradient_file(tmp_path, 8192, resources)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(full.call_args.args[0])

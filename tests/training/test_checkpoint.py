@@ -1,6 +1,6 @@
 """Checkpoints of one process and of two, in DeepSpeed's own format and universal ones: errors name misfits and damage.
 
-``test_resharding.py`` has other optimizers and numbers of processes, ``test_stock_checkpoint.py`` those that were made
+``test_resume.py`` has other optimizers and numbers of processes, ``test_stock_checkpoint.py`` those that were made
 of stock's checkpoints.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import struct
 import zipfile
@@ -22,6 +23,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.integrations.transformers.arguments import job_of
+from lightning_smartinfinity.settings.transfer import JOB_NAME
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import UniversalFolder
 from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
 from tests.helpers.attacks import Attack
@@ -305,3 +308,33 @@ def test_zero_to_fp32_reads_our_checkpoints(checkpoints: Checkpoints) -> None:
         assert torch.equal(converted["model." + name], master), name
     assert torch.equal(converted["model.head.weight"], masters["tokens.weight"])
     assert converted["model.positions.weight"].shape == (16, 32)
+
+
+# ---- trainings in folders whose names are no text: bytes that are not UTF-8, which Python shows as lone surrogates
+
+
+CAFE = os.fsdecode(b"caf\xe9")
+
+
+def test_a_training_in_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    """Parameters and state lie there, and checkpoints of both kinds are saved, scrubbed, loaded and exported."""
+    folder = tmp_path / CAFE
+    recipe, on_storage = Recipe(odd=True, max_steps=3), {"zero": {"offload_param": {"device": "nvme"}}}
+    straight, _, expected = train(Run(out=str(folder / "a"), recipe=recipe, save_at=(1,), options=on_storage))
+    saved = folder / "a/step-1.ckpt"
+    universal = convert_by_command(saved, folder / "universal")
+    for number, path in enumerate((saved, universal)):
+        assert main(["scrub", str(path), "--quiet"]) == 0
+        again = Run(out=str(folder / f"b{number}"), recipe=recipe, resume=str(path), options=on_storage)
+        resumed, _, found = train(again)
+        assert resumed.losses == straight.losses[1:]
+        assert all(torch.equal(found.masters[name], master) for name, master in expected.masters.items())
+        assert main(["export", str(path), str(folder / f"{number}.ckpt"), "--to", "lightning"]) == 0
+        LitTiny.load_from_checkpoint(folder / f"{number}.ckpt", recipe=recipe)
+
+
+def test_the_job_of_an_output_folder() -> None:
+    """A job's name is text, and differs for folders that differ in such bytes alone."""
+    first, second = (job_of(os.fsdecode(b"/runs/caf" + byte)) for byte in (b"\xe9", b"\xe8"))
+    assert JOB_NAME.holds(first) and JOB_NAME.holds(second) and first != second
+    assert job_of("/runs/one") == "one-0436b62a"

@@ -33,8 +33,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.actions import Action, does, halve_gradients, halve_rate, save
-from tests.training.test_overlap import BF16, NVME, SMALL_RING, assert_holds, assert_same, result
-from tests.training.test_overlap_backward import BUCKET, interrupt_at
+from tests.training.test_overlap import BF16, BUCKET, NVME, SMALL_RING, assert_holds, assert_same, interrupt_at, result
 from tests.training.worker import Run, each_rank, launch, prepared, train
 
 PLAIN = Recipe(precision="bf16-true", depth=2, width=48, max_steps=6)

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
+from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
+from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.setup.validation import check_model
 from tests.helpers.hard_modules import WIDTH, Case, Reused, Shapes, Stack, Trained, TwoBackwards
 from tests.helpers.long_cases import long_but
 from tests.helpers.ranks import on_ranks
-from tests.training.model_cases import CASES, GRAPHS, STRUCTURES, UNUSED
+from tests.training.model_cases import CASES, CHECKPOINTS, GRAPHS, STRUCTURES, UNUSED
 from tests.training.model_runs import assert_trains_like_torch, on_each_rank, train_near_storage, trainer_for
 
 # Two processes train these in turn.
@@ -206,3 +208,53 @@ def test_a_compiled_wrapper_within_the_module_is_refused(tmp_path: Path) -> None
     wrapped = partial(Compiled, partial(torch.compile, backend="eager"))
     with pytest.raises(UnsupportedError, match=r"'layer' is wrapped by torch.compile.*module.compile"):
         train_near_storage(Case(wrapped), tmp_path)
+
+
+# ---- one process on a CPU has nothing to reduce, so its gradients bypass DeepSpeed's buckets without changing results
+
+
+PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
+ODD = STRUCTURES["tensors of odd sizes and not contiguous"]
+BYPASSING = {
+    **{f"odd shapes, {precision}": dataclasses.replace(ODD, precision=precision, clip=0.5) for precision in PRECISIONS},
+    "odd shapes, accumulating": dataclasses.replace(ODD, precision="bf16-mixed", accumulate=3),
+    "one weight in three places": STRUCTURES["one weight in three places"],
+    "reentrant": dataclasses.replace(CHECKPOINTS["reentrant, bf16"], zero={}),
+    "unused": UNUSED["by one micro-batch in bf16"],
+    "retained": GRAPHS["one forward, two backwards"],
+    "penalty": GRAPHS["a gradient penalty in bf16"],
+}
+USUAL = ("odd shapes, 32-true", "odd shapes, accumulating", "reentrant", "unused", "retained", "penalty")
+
+
+@pytest.mark.parametrize("name", long_but(USUAL, BYPASSING))
+def test_same_bits_with_and_without_buckets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, masters and update counts are the same bit for bit."""
+    straight = train_near_storage(BYPASSING[name], tmp_path / "straight")
+    reduced: list[int] = []
+    reduce = StorageOptimizer.partition_grads
+    monkeypatch.setattr(
+        StorageOptimizer, "partition_grads", lambda *args: (reduced.append(len(args[1])), reduce(*args))[1]
+    )
+    monkeypatch.setattr(GradientPath, "bypasses_buckets", False)
+    bucketed = train_near_storage(BYPASSING[name], tmp_path / "bucketed")
+    assert straight.losses == bucketed.losses and straight.steps == bucketed.steps
+    assert max(reduced) > 1, "no gradients were reduced together"
+    for master, expected in zip(straight.masters.values(), bucketed.masters.values(), strict=True):
+        assert torch.equal(master, expected)
+
+
+# ---- activation checkpointing with weights shared between the segments trains like plain torch
+
+
+# Two processes train the others in turn.
+USUAL_CHECKPOINTS = ("reentrant, small buckets", "not reentrant", "selective")
+
+
+@pytest.mark.parametrize("name", long_but(USUAL_CHECKPOINTS, CHECKPOINTS))
+def test_shared_weights_under_checkpoints_train_like_torch(name: str, tmp_path: Path) -> None:
+    """Each arrival of a shared weight's gradient counts once, before or after its bucket has left.
+
+    Stock DeepSpeed keeps the last arrival only, or fails an assertion if two fall into one bucket.
+    """
+    assert_trains_like_torch(CHECKPOINTS[name], train_near_storage(CHECKPOINTS[name], tmp_path))

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import lightning.pytorch as pl
+import pytest
 import torch
 
+from lightning_smartinfinity import ConfigError, StorageError
+from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.pipeline.step import Step
+from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
+from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFlight
 from tests.fabric import worker as fabric_worker
 from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.training import actions
-from tests.training.actions import does
-from tests.training.worker import Run, train
+from tests.training.actions import does, fail_at
+from tests.training.worker import Run, prepared, train
 
 # A tasklet holds about two layers, and the ring holds only a few tasklets.
 SMALL_RING = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
@@ -125,3 +132,190 @@ def test_closing_commits_the_step_in_flight(tmp_path: Path) -> None:
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
             values.append([param.detach().clone() for param in module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+
+
+# ---- updates that begin during backward change no bit, whether the speculative update is kept or rolled back
+
+
+# Gradients leave during backward, about one layer at a time.
+BUCKET = {"reduce_bucket_size": 4000}
+
+
+def run_of(root: Path, recipe: Recipe, overlap: str, *, delays: int | None = None, **options: Any) -> Run:
+    options["zero"] = {**BUCKET, **options.get("zero", {})}
+    return Run(
+        out=str(root),
+        recipe=recipe,
+        delays=delays,
+        delay_us=500,
+        transfer=SMALL_RING,
+        options={**options, "overlap": overlap},
+    )
+
+
+@pytest.mark.seam("StorageOptimizer begins updates then", "post_sub_module_backward_function is looked up when called.")
+@pytest.mark.parametrize(
+    ("settings", "zero", "expected"),
+    [({}, {}, (4, 0)), ({}, NVME, (4, 0)), ({"clip": 1e-3, "max_steps": 6}, {}, (0, 3))],
+    ids=["in memory", "on storage", "always clipped"],
+)
+def test_a_plain_loop_is_guessed_right(
+    settings: dict[str, Any], zero: dict[str, Any], expected: tuple[int, int], tmp_path: Path
+) -> None:
+    """Every step of a plain loop keeps its speculative update, and none is rolled back."""
+    # Where clipping makes each guess wrong, guessing pauses after three.
+    recipe = dataclasses.replace(BF16, accumulate=1 if settings else 2, width=64, **settings)
+    _, trainer, _ = train(run_of(tmp_path, recipe, "backward", zero=zero))
+    speculation = trainer.strategy.optimizers[0].speculation
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    assert (speculation.num_adopted, speculation.num_discarded) == expected
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [[actions.read_state, actions.halve_gradients, actions.write_data], [actions.gather, actions.halve_rate]],
+    ids=lambda acts: ", ".join(act.__name__ for act in acts),
+)
+def test_what_happens_between_backward_and_the_step(acts: list[actions.Action], tmp_path: Path) -> None:
+    """Reads see the values before the step, changes take effect, and the speculative update is rolled back."""
+    seen = {}
+    recipe = dataclasses.replace(BF16, precision="32-true", max_steps=len(acts))
+    for overlap in ("none", "backward"):
+        read: list[object] = []
+        note = does(
+            on_after_backward=lambda trainer, module, read=read: read.append(acts[trainer.global_step](trainer, module))
+        )
+        module, trainer, _ = train(run_of(tmp_path / overlap, recipe, overlap), note)
+        seen[overlap] = (module.losses, read)
+        speculation: Any = trainer.strategy.optimizers[0].speculation
+        rolled_back = len(acts) if overlap == "backward" else 0
+        assert (speculation.num_adopted, speculation.num_discarded) == (0, rolled_back)
+        trainer.strategy.close()  # type: ignore[attr-defined]
+    assert seen["none"] == seen["backward"]
+
+
+def test_what_stays_gathered_has_its_values_until_the_step(tmp_path: Path) -> None:
+    """Small parameters that stay gathered keep their values after backward, though the update runs."""
+    seen: dict[str, list[torch.Tensor]] = {"none": [], "backward": []}
+
+    def read(trainer: pl.Trainer, module: Any) -> None:
+        optimizer: Any = trainer.strategy.optimizers[0]
+        optimizer.rank_state.handler.finish()
+        seen[optimizer.overlap.mode].append(module.model.norm.weight.detach().clone())
+
+    # In a mixed precision the read would take the masters, and the update would begin again.
+    recipe = dataclasses.replace(BF16, precision="bf16-true")
+    for overlap in seen:
+        _, trainer, _ = train(run_of(tmp_path / overlap, recipe, overlap), does(on_after_backward=read))
+        # Before ZeRO-3 knows the order of modules, in the first step, nothing stays gathered: the read gathers it.
+        assert trainer.strategy.optimizers[0].speculation.num_adopted == (3 if overlap == "backward" else 0)
+        trainer.strategy.close()  # type: ignore[attr-defined]
+    assert len(seen["none"][-1]) == 32
+    assert all(torch.equal(a, b) for a, b in zip(seen["none"], seen["backward"], strict=True))
+
+
+def test_a_rate_that_is_out_of_range_takes_no_step(tmp_path: Path) -> None:
+    """An invalid learning rate raises at once, and the previous step is the last."""
+
+    def spoil_rate(trainer: pl.Trainer, module: Any) -> None:
+        if trainer.global_step == 1:
+            trainer.strategy.optimizers[0].param_groups[0]["lr"] = -1.0
+
+    module, trainer, _ = prepared(run_of(tmp_path, BF16, "backward"), does(on_after_backward=spoil_rate))
+    with pytest.raises(ConfigError, match="lr"):
+        trainer.fit(module)
+    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 1
+    assert len(module.losses) == 2
+    trainer.strategy.close()  # type: ignore[attr-defined]
+
+
+# ---- Ctrl-C
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], *, after: bool) -> pl.Callback:
+    """Return a callback that raises Ctrl-C in the third step, in a method's first call, before or after its work."""
+    owner, name = where
+    method = getattr(owner, name)
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(owner, name, method)
+        if after:
+            method(self, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    def arm(trainer: pl.Trainer, module: Any) -> None:
+        if trainer.global_step == 2:
+            if name == "commit":
+                trainer.strategy.drain()  # type: ignore[attr-defined]  # the second step may be in flight
+            monkeypatch.setattr(owner, name, interrupted)
+
+    return does(on_train_batch_start=arm)
+
+
+INTERRUPTED = {
+    "a guess begins": (TransferHandler, "begin_incremental"),
+    "a tasklet is opened": (Step, "extend"),
+    "a gradient has come": (Speculation, "arrived"),
+    "the guess is completed": (Step, "complete"),
+    "the guess is rolled back": (Step, "read_back"),
+    "the step begins after a wrong guess": (TransferHandler, "begin_step"),
+    "a failed step is rolled back": (Step, "read_back"),
+    "the update is waited for": (UpdateInFlight, "_wait_for"),
+    "the step is committed": (TransferHandler, "commit"),
+}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, torch.Tensor]]:
+    """Return a function that gives the masters after some steps without overlap."""
+
+    @cache
+    def masters(clip: float | None = None, num_steps: int = 2) -> dict[str, torch.Tensor]:
+        recipe = dataclasses.replace(BF16, clip=clip, max_steps=num_steps)
+        return result(run_of(tmp_path_factory.mktemp("straight"), recipe, "none"))[1]
+
+    return masters
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        pytest.param(name, after, id=f"{name}, {when}", marks=[pytest.mark.long] * (index % 2 == after))
+        for index, name in enumerate(INTERRUPTED)
+        for after, when in enumerate(("before", "after"))
+    ],
+)
+def test_an_interrupt_within_a_guess(
+    name: str, after: int, straight: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters and masters are those of the last step and can be saved. A step whose commit began stays."""
+    clip = 1e-3 if "wrong" in name or "guess is rolled back" in name else None
+    faults = [fail_at(2, fail_write_at=0)] if "failed" in name else []
+    run = run_of(tmp_path, dataclasses.replace(BF16, max_steps=5, clip=clip), "backward")
+    module, trainer, _ = prepared(run, interrupt_at(monkeypatch, INTERRUPTED[name], after=bool(after)), *faults)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.fit(module)
+    optimizer: Any = trainer.strategy.optimizers[0]
+    handler = optimizer.rank_state.handler
+    assert not handler.in_flight or handler.step.is_complete
+    actions.save(trainer, module)
+    num_steps = 3 if "committed" in name else 2
+    assert optimizer.update.drained_handler().generation == num_steps
+    assert_holds(trainer, module, straight(clip, num_steps))
+    trainer.strategy.close()  # type: ignore[attr-defined]
+
+
+def test_closing_within_a_guess(straight: Callable[..., Any], tmp_path: Path) -> None:
+    """The speculative update is rolled back, and the step raises because the storage is closed."""
+
+    def close(trainer: pl.Trainer, module: Any) -> None:
+        if trainer.global_step == 2:
+            assert trainer.strategy.optimizers[0].speculation.on
+            trainer.strategy.close()  # type: ignore[attr-defined]
+
+    module, trainer, _ = prepared(run_of(tmp_path, BF16, "backward"), does(on_after_backward=close))
+    with pytest.raises(StorageError, match="gradient arena of this training has been closed"):
+        trainer.fit(module)
+    for name, param in module.model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            assert torch.equal(param, straight()[name].bfloat16()), name

@@ -20,8 +20,7 @@ from tests.helpers.models import Recipe
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.unnamed import unnamed_files
 from tests.pipeline.wandering import Wandering
-from tests.training.test_overlap import CASES, NVME, SMALL_RING, assert_same, result
-from tests.training.test_overlap_backward import BUCKET
+from tests.training.test_overlap import BUCKET, CASES, NVME, SMALL_RING, assert_same, result
 from tests.training.worker import Run, launch
 
 RECIPES: dict[str, tuple[Recipe, dict[str, Any], dict[str, Any]]] = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -15,12 +17,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.fabric.strategies.deepspeed import _validate_checkpoint_directory
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from safetensors.torch import load_file
 
-from lightning_smartinfinity import CheckpointError
+from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityFabricStrategy, SmartInfinityStrategy
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
+from lightning_smartinfinity.integrations.fabric.strategy import FabricOptions
+from lightning_smartinfinity.integrations.trainer.strategy import LightningOptions
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import FoundCheckpoint
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import trainers
@@ -282,3 +288,47 @@ def test_a_stock_checkpoint_from_before_the_first_update_is_loaded(
     for array in look.arrays[1:]:
         assert (array[real] == torch.tensor(first)).all()
     assert look.steps == {0}
+
+
+# ---- options of Lightning's DeepSpeedStrategy are answered with what does the same here, in one hop
+
+
+DEFAULTS = {
+    name: parameter.default
+    for stock in (FabricDeepSpeedStrategy, DeepSpeedStrategy)
+    for name, parameter in inspect.signature(stock).parameters.items()
+}
+REFUSED = sorted(DEFAULTS.keys() - (LightningOptions.__annotations__.keys() & FabricOptions.__annotations__.keys()))
+OURS = ((SmartInfinityStrategy, LightningOptions), (SmartInfinityFabricStrategy, FabricOptions))
+# What only users of the other class can write.
+FOREIGN = {
+    SmartInfinityStrategy: ("Fabric", "fabric", "TrainingArguments"),
+    SmartInfinityFabricStrategy: ("Trainer", "configure_model", "TrainingArguments"),
+}
+# Values that people give, where the default is None or switches nothing on.
+VALUES: dict[str, Any] = {
+    "config": "ds_config.json",
+    "cpu_checkpointing": True,
+    "offload_optimizer": True,
+    "offload_parameters": True,
+    "offload_params_device": "nvme",
+    "remote_device": "nvme",
+}
+
+
+def value_of(name: str) -> Any:
+    return VALUES.get(name, DEFAULTS[name])
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_an_option_of_stock_deepspeed(name: str) -> None:
+    """Each option of the installed class is taken as it is, or answered with what to write instead."""
+    for strategy, known in OURS:
+        if name in known.__annotations__:
+            strategy(**{name: value_of(name)})
+            continue
+        with pytest.raises(ConfigError) as caught:
+            strategy(**{name: value_of(name)})
+        assert caught.value.problem == f"{strategy.__name__} has no setting {name!r}."
+        assert re.match("Leave it out|Pass|Call", caught.value.remedy), "the option has no answer of its own"
+        assert not [word for word in FOREIGN[strategy] if word in caught.value.remedy]

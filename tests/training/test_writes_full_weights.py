@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,11 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
 )
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
 from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityStrategy, UnsupportedError
+from lightning_smartinfinity.cli import main
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.ranks import on_ranks
@@ -181,3 +183,43 @@ def test_full_weights_that_do_not_fit_are_refused(name: str, saved: tuple[Path, 
 def test_keys_may_differ_where_loading_is_not_strict(saved: tuple[Path, float], tmp_path: Path) -> None:
     """strict_loading=False ignores a key that the model lacks."""
     assert validated(saved[0], with_more, tmp_path, strict=False)["val_loss"] == pytest.approx(saved[1], abs=1e-6)
+
+
+# ---- save_weights_only=True saves the masters alone, for evaluation and for a new start
+
+
+VALIDATED = Recipe(precision="bf16-mixed", max_steps=3, validate=True)
+
+
+def test_weights_only_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint has a third of the size.
+
+    It evaluates and converts to one file, but a fit refuses to resume from it.
+    """
+    callback = ModelCheckpoint(
+        tmp_path / "checkpoints", filename="{step}", every_n_train_steps=3, save_weights_only=True, save_top_k=-1
+    )
+    module = LitTiny(VALIDATED)
+    trainer = quiet_trainer(tmp_path, enable_checkpointing=True, callbacks=[callback])
+    trainer.fit(module)
+    path = tmp_path / "checkpoints" / "step=3.ckpt"
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    masters = {
+        name: trainer.strategy.optimizers[0].get_full_hp_param(param).clone()  # type: ignore[attr-defined]
+        for name, param in module.model.named_parameters()
+    }
+    numel = sum(master.numel() for master in masters.values())
+    (small,), (whole,) = (folder.rglob("*optim_states.pt") for folder in (path, tmp_path / "whole.ckpt"))
+    assert small.stat().st_size < 5 * numel < 12 * numel < whole.stat().st_size
+
+    (expected,) = quiet_trainer(tmp_path / "a").validate(module, ckpt_path=tmp_path / "whole.ckpt", verbose=False)
+    (metrics,) = quiet_trainer(tmp_path / "b").validate(LitTiny(VALIDATED), ckpt_path=path, verbose=False)
+    assert metrics == expected
+
+    with pytest.raises(CheckpointError, match="weights only") as caught:
+        quiet_trainer(tmp_path / "c", max_steps=4).fit(LitTiny(VALIDATED), ckpt_path=path)
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(caught.value.remedy.split("`")[1])[1:]) == 0
+    exported = LitTiny.load_from_checkpoint("weights.ckpt", recipe=VALIDATED, weights_only=True)
+    for name, param in exported.model.named_parameters():
+        assert torch.equal(param, masters[name]), name

@@ -24,8 +24,8 @@ from tests.pipeline.harness import Case
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.long_run import DTYPES
 from tests.xrt.pyxrt import current
+from tests.xrt.test_device_deadlines import test_no_such_card_kernel_or_file, test_too_little_memory
 from tests.xrt.test_device_failures import test_close_with_a_hung_run
-from tests.xrt.test_device_refusals import test_no_such_card_kernel_or_file, test_too_little_memory
 
 __all__ = [
     "test_close_with_a_hung_run",

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytest
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import deepspeed.ops
 import lightning.pytorch as pl
+import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import weakref
 from collections.abc import Iterator
@@ -11,11 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import deepspeed
+import pytest
 import torch
 from deepspeed.runtime.zero import parameter_offload, stage3
 from deepspeed.runtime.zero.partition_parameters import (

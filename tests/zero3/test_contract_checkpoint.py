@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections import OrderedDict
 from fnmatch import fnmatch
 from functools import partial
@@ -13,9 +12,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from lightning.pytorch.callbacks import ModelCheckpoint

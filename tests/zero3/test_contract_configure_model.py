@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch

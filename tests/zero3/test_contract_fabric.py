@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from unittest import mock
 
 import pytest
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from lightning.fabric import Fabric

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import lightning.pytorch as pl
 import pydantic

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from typing import Any
 
 import pytest
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator, stage3

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_smartinfinity import ConfigError
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, UnsupportedError
+from lightning_smartinfinity.settings.options import check_keys
 from lightning_smartinfinity.zero3.setup.deepspeed_config import build_deepspeed_config
 
 ON_STORAGE = {"device": "nvme"}
@@ -41,3 +42,62 @@ def test_values_are_copied() -> None:
     assert build_deepspeed_config(mine)["zero_optimization"]["offload_param"] is not mine["offload_param"]
     with pytest.raises(ConfigError, match=r"^Mine\(zero=.*cannot be copied.*Pass plain values"):
         build_deepspeed_config({"leaf_module": threading.Lock()}, owner="Mine")
+
+
+# ---- wrong keys in ``zero`` are answered when they are typed, in one hop: with a key that is taken, or what to write
+
+
+STATE = "optimizer state is on storage. Leave it out: storage=... names the folders"
+ON_CPU = "Write zero={'offload_param': {'device': 'cpu'}}"
+BESIDE = "belongs outside of this section in DeepSpeed's configuration. Leave it out"
+
+
+@pytest.mark.parametrize(
+    ("zero", "words"),
+    [
+        ({"stage": 2}, "training is always in ZeRO stage 3. Leave it out"),
+        ({"stages": 3}, "'stage' cannot be set, because training is always in ZeRO stage 3. Leave it out"),
+        ({"zero_stage": 3}, "'stage' cannot be set, because training is always in ZeRO stage 3. Leave it out"),
+        ({"offload_optimizer": {"device": "nvme"}}, STATE),
+        ({"offload_optim": {"device": "nvme"}}, STATE),
+        ({"cpu_offload": True}, STATE),
+        ({"optimizer": {"type": "AdamW"}}, "its state is in the folders of storage=..."),
+        ({"cpu_offload_param": True}, ON_CPU),
+        ({"cpu_offload_params": True}, ON_CPU),
+        ({"zero_optimization": {"stage": 3, "overlap_comm": True}}, "inside of it: zero={'overlap_comm': True}."),
+        ({"zero_optimization": 3}, "inside of it as zero={...}."),
+        ({"bf16": {"enabled": True}}, BESIDE),
+        ({"gradient_clip": 1.0}, BESIDE),
+        ({"reduce_bucketsize": 7}, "Did you mean 'reduce_bucket_size'?"),
+        ({"offload_params": {"device": "cpu"}}, "Did you mean 'offload_param'?"),
+        ({"nvme_path": "/nvme"}, "Did you mean zero={'offload_param': {'nvme_path': ...}}?"),
+        ({"offload_param": {"devise": "nvme"}}, "offload_param has no key 'devise'. Did you mean 'device'?"),
+        ({"offload_param": {"buffers": 3}}, "Its keys are buffer_count, buffer_size, device"),
+        ({"offload_param": "cpu"}, "offload_param is no dict. Pass a dict with some of buffer_count"),
+        ({"leaf_module": 1}, "leaf_module is no dict. Pass a dict with some of classes, name_suffixes, names."),
+        ({"leaf_module": {"class": "Block"}}, "Did you mean 'classes'?"),
+        ({"pizza": 1}, "no key of DeepSpeed's zero_optimization section. Use the keys"),
+        ({3: True}, "has a key that is no str"),
+    ],
+)
+def test_a_wrong_key(zero: dict[Any, Any], words: str) -> None:
+    """The error begins with the class that was called and what it was given, and says what to write."""
+    with pytest.raises(ConfigError) as caught:
+        SmartInfinityStrategy(zero=zero)
+    assert str(caught.value).startswith(f"SmartInfinityStrategy(zero={zero!r})")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("zero", "feature"),
+    [
+        ({"zenflow": {"topk_ratio": 0.1}}, "ZenFlow"),
+        ({"zero_hpz_partitions": 2}, "hpZ"),
+        ({"mics_shard_size": -1}, "MiCS"),  # which DeepSpeed refuses whatever the value
+        ({"load_from_fp32_weights": False}, "load_from_fp32_weights=False"),
+    ],
+)
+def test_a_feature_that_the_strategy_lacks(zero: dict[str, Any], feature: str) -> None:
+    """The error names the feature, also where its key is misspelt."""
+    with pytest.raises(UnsupportedError, match=feature):
+        check_keys(zero, owner="SmartInfinityStrategy")

@@ -11,9 +11,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import torch
 import torch.distributed as dist
 

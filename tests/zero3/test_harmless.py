@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import warnings
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import pytest
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import numpy as np
+import pytest
 import torch
 
 from lightning_smartinfinity import CheckpointError

@@ -9,8 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from lightning_smartinfinity import SmartInfinityFabricStrategy
+from lightning_smartinfinity import SmartInfinityFabricStrategy, UnsupportedError
+from lightning_smartinfinity.zero3.optimizer.taken_optimizer import refuse_foreign_steps
 from lightning_smartinfinity.zero3.parameters import callers, partitioned_parameter
 from lightning_smartinfinity.zero3.parameters.gathering import end_gathers
 from lightning_smartinfinity.zero3.parameters.status import forget_classes
@@ -54,3 +56,50 @@ def test_a_step_runs_no_answering_code(tmp_path: Path, threshold: int) -> None:
     end_gathers(net)
     assert [type(param) for param in net.parameters()] == classes
     strategy.close()
+
+
+# ---- gathers that Ctrl-C interrupted halfway are ended
+
+
+class Handle:
+    """A handle of a gather, whose ``wait`` may fail."""
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.refuses, self.waited = refuses, False
+
+    def wait(self) -> None:
+        self.waited = True
+        assert not self.refuses
+
+
+def test_gathers_are_waited_for_or_forgotten() -> None:
+    """Afterwards no gather is in flight, and a parameter that was in flight counts as not gathered."""
+    module: Any = torch.nn.Linear(2, 2)
+    handles = [Handle(refuses=True), Handle(refuses=False)]
+    module.ds_inflight_param_registry = dict(enumerate(handles))
+    module.weight.ds_status, module.bias.ds_status = ZeroParamStatus.INFLIGHT, ZeroParamStatus.AVAILABLE
+    end_gathers(module)
+    assert all(handle.waited for handle in handles) and not module.ds_inflight_param_registry
+    assert module.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    assert module.bias.ds_status is ZeroParamStatus.AVAILABLE and module.bias.numel() == 2
+
+
+# ---- optimizers of others may step parameters of their own, and none that ZeRO-3 has partitioned
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_steps_of_partitioned_parameters_are_refused(comes_late: bool) -> None:
+    """An optimizer that was accepted is looked at again when it has more parameters, or there is a new engine."""
+    refuse_foreign_steps()
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = torch.optim.SGD(params[:2] if comes_late else params, lr=0.1)
+    for _ in range(2):
+        optimizer.step()
+    params[2].ds_status, params[2].ds_shape = None, (2,)  # type: ignore[attr-defined]
+    if comes_late:
+        optimizer.add_param_group({"params": params[2:]})
+    else:
+        refuse_foreign_steps()
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="ZeRO-3"):
+            optimizer.step()

@@ -13,9 +13,6 @@ from threading import Event
 from typing import Any
 
 import pytest
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,9 +10,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import torch
 
-from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.errors import CheckpointError, ConfigError
 from lightning_smartinfinity.zero3.checkpoints.formats import saved_weights, zero_folder
 from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import SavedArray
-from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import tagged_folder
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint, tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
+from lightning_smartinfinity.zero3.checkpoints.load.weight_loading import saved_names
 from tests.helpers.universal import save_of_two
 
 SHAPES = {"one": torch.Size([1]), "three": torch.Size([3]), "many": torch.Size([5, 7]), "even": torch.Size([2, 6])}
@@ -188,3 +186,27 @@ def test_files_that_do_not_belong_together(kind: str, changes: dict[str, object]
     with pytest.raises(CheckpointError, match=named) as caught:
         read(tmp_path, 0, 1)
     assert caught.value.remedy.endswith(".")
+
+
+# ---- what goes wrong while a checkpoint folder is read becomes an error that names it
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("damaged"), KeyError("module")])
+def test_a_damaged_file(error: Exception, tmp_path: Path) -> None:
+    """Any error while reading becomes one error that names the folder and the cause. Our own say more, and pass."""
+    with pytest.raises(CheckpointError, match=f"{tmp_path.name}.*{type(error).__name__}"), reading_checkpoint(tmp_path):
+        raise error
+    with pytest.raises(ConfigError, match="mine"), reading_checkpoint(tmp_path):
+        raise ConfigError("mine", "Do.")
+
+
+def test_values_that_a_hook_computes() -> None:
+    """A hook that computes values is refused, since it gets only names; the error names the parameter and the file."""
+
+    def join(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        state["weight"] = torch.cat([state.pop("first"), state.pop("second")])
+
+    module = torch.nn.Linear(2, 2)
+    module.register_load_state_dict_pre_hook(join)
+    with pytest.raises(CheckpointError, match=r"Linear computes 'weight' of what there holds"):
+        saved_names(module, ["first", "second"], {}, Path("there"))
