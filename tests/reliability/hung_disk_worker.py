@@ -1,8 +1,11 @@
-"""Trains until a disk stops answering: ``python -m tests.reliability.hung_disk_worker FOLDER CAUSE OVERLAP FILE``.
+"""Trains until a disk stops answering: ``python -m tests.reliability.hung_disk_worker FOLDER CAUSE WHEN HOW...``.
 
-CAUSE is ``timeout``, or the name of a signal that the process then sends to itself. FILE is ``state``, ``parameters``
-or ``all`` (two disks, one with the state and one with the parameters, on which no file can be closed either). The file
-``ended.json`` says what came out of the fit and of closing everything, and after how many seconds.
+CAUSE is ``timeout`` (of two seconds), ``default`` (the default timeout), or the name of a signal that the process then
+sends to itself. WHEN is ``reads``: from the second step on, this process holds back reads of the state, and HOW is the
+overlap. Or a mounted file system hangs as :func:`tests.helpers.fuse.hang` describes: from WHEN on, which is
+``setup``, ``step``, ``save``, ``beside`` (a save beside the training) or ``parameters`` (a step with parameters on
+storage), and then at the request HOW: ``AT NUMBER [keeps]``. The file ``ended.json`` says what came out of the fit,
+after how many seconds, and whether the file system was gone by then.
 """
 
 from __future__ import annotations
@@ -13,87 +16,101 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
-from lightning_smartinfinity.errors import StorageTimeoutError
-from lightning_smartinfinity.storage.state import state_store
-from lightning_smartinfinity.storage.tensors import tensor_files
+from tests.helpers import fuse
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import Hold
+from tests.helpers.nodes import mount_own
 from tests.helpers.trainers import quiet_trainer
-from tests.helpers.waiting import LIMIT, await_that
 
-EVERY = 1_000_000
-TIMEOUT = 2.0
+STEPS = 4
+LIMITS = {"timeout": 2.0, "default": TransferConfig().io_timeout}
 
 
 class HungDisk(pl.Callback):
-    """Disks that answer no read any more from the second step on.
+    """Lets a disk hang at a moment of the training, and sends the signal a second later.
 
-    Args:
-        cause: What ends the training: ``timeout``, or the name of a signal.
-        file: What is not answered.
+    Attributes:
+        since: When what ends the training began, by the monotonic clock.
     """
 
-    def __init__(self, cause: str, file: str) -> None:
-        self._cause = cause
-        self._file = file
-        self._holds: list[Hold] = []
+    def __init__(self, folder: Path, when: str, cause: str, hang: Callable[[], object]) -> None:
+        self._folder, self._when, self._cause, self._hang = folder, when, cause, hang
         self.since = 0.0
+
+    def now(self, when: str) -> None:
+        if when == self._when:
+            self._when, self.since = "", time.monotonic()
+            self._held = self._hang()
+            if self._cause not in LIMITS:
+                threading.Timer(1.0, self._signal).start()
+
+    def _signal(self) -> None:
+        self.since = time.monotonic()
+        os.kill(os.getpid(), signal.Signals[self._cause])
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 1:
-            strategy: Any = trainer.strategy
-            if self._file in ("state", "all"):
-                strategy.drain()
-                device = strategy._training_optimizer.rank_state.handler._device
-                self._holds.append(Hold(device.pipeline, read_at=0, count=EVERY))
-            if self._file in ("parameters", "all"):
-                self._holds.append(Hold(strategy._parameters.store.core, read_at=0, count=EVERY))
-            if self._file == "all":
-                state_store.StateStore.release = self._never_return  # type: ignore[method-assign]
-                tensor_files.UnnamedFiles.close = self._never_return  # type: ignore[method-assign]
-            threading.Thread(target=self._end, daemon=True).start()
+            for when in ("reads", "step", "parameters", "beside"):
+                self.now(when)
 
-    def _never_return(self, *_: Any, **__: Any) -> None:
-        time.sleep(10 * LIMIT)
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._when == "save" and trainer.global_step == STEPS - 1:
+            self.now("save")
+            trainer.save_checkpoint(self._folder / "saved")
 
-    def _end(self) -> None:
-        await_that(lambda: any(hold.count > 0 for hold in self._holds))
-        time.sleep(0.3)  # the training now waits for the disk
-        self.since = time.monotonic()
-        if self._cause != "timeout":
-            os.kill(os.getpid(), signal.Signals[self._cause])
+
+def mount(root: Path) -> tuple[Path, int]:
+    """Mount a file system of this process's own; return its folder and its server's process id."""
+    folder = root / "mounted"
+    for path in (root / "disk", folder):
+        path.mkdir()
+    mount_own(root, root)
+    server = fuse.mount(root / "disk", folder)
+    (folder / "written").touch()  # the kernel has learned that the server has nothing to do when a file is closed
+    return folder, server
 
 
 def main() -> None:
-    """Train, and record what came out of the fit."""
-    root, cause, overlap, file = Path(sys.argv[1]), *sys.argv[2:]
+    """Train, and let the error end the process."""
+    root, cause, when, at, *more = Path(sys.argv[1]), *sys.argv[2:]
     # A process that a shell started in the background ignores Ctrl-C, and so do all that it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    disk = HungDisk(cause, file)
-    transfer = TransferConfig(io_timeout=TIMEOUT if cause == "timeout" else 10 * LIMIT)
-    offload = {"device": "nvme", "nvme_path": str(root / "storage-2")}
-    zero = {"offload_param": offload, "stage3_param_persistence_threshold": 0}
+    folder, server = (root, 0) if when == "reads" else mount(root)
+    options: dict[str, Any] = {"overlap": at} if when == "reads" else {}
+    if when == "parameters":
+        options["zero"] = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
     strategy = SmartInfinityStrategy(
-        root / "storage", transfer=transfer, overlap=overlap, zero=zero if file in ("parameters", "all") else None
+        folder / "storage", transfer=TransferConfig(io_timeout=LIMITS.get(cause, 1000.0)), **options
     )
-    trainer = quiet_trainer(root, strategy, callbacks=[disk])
+
+    def hang() -> object:
+        if when != "reads":
+            return fuse.hang(folder, at=at, number=int(more[0]), keeps=len(more) > 1)
+        strategy.drain()
+        optimizer: Any = strategy._training_optimizer
+        return Hold(optimizer.rank_state.handler._device.pipeline, read_at=0, count=1_000_000)
+
+    disk = HungDisk(folder, when, cause, hang)
+    callbacks: list[Any] = [disk]
+    if when == "beside":
+        callbacks.append(ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_top_k=-1))
+    trainer = quiet_trainer(root, strategy, max_steps=STEPS, callbacks=callbacks, enable_checkpointing=when == "beside")
     try:
+        disk.now("setup")
         trainer.fit(LitTiny(Recipe(precision="bf16-mixed", width=64)))
+        strategy.close()
     except BaseException as error:
-        if file == "all":
-            assert strategy._parameters is not None
-            for close in (lambda: strategy._close_state(since="the end"), lambda: strategy._parameters.leave(strategy)):
-                with suppress(StorageTimeoutError):
-                    close()
+        gone = bool(server) and os.waitpid(server, os.WNOHANG)[0] == server
         told = {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - disk.since}
-        (root / "ended.json").write_text(json.dumps(told))
+        (root / "ended.json").write_text(json.dumps({**told, "gone": gone}))
         raise
 
 
