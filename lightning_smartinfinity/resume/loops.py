@@ -26,7 +26,9 @@ __all__ = [
     "loaders_of",
     "passed_to_run",
     "warn_of_lost_gradients",
+    "warn_of_missing_gradients",
     "warn_of_other_processes",
+    "warn_of_repeated_step",
     "without_positions",
 ]
 
@@ -138,13 +140,17 @@ def warn_of_other_processes(trainer: Any, before: int) -> None:
     if done == 0 or progress.is_last_batch or epochs.started == 0 or not trainer.is_global_zero:
         return
     warnings.warn(
-        f"The fit was saved within an epoch, in which each of {before} processes had taken {done} batches. Now an "
-        f"epoch has {num_batches} batches for each of {trainer.world_size} processes. Of this epoch, {done} of them "
+        f"The fit was saved within an epoch, in which {_each_of(before)} had taken {done} batches. Now an epoch has "
+        f"{num_batches} batches for {_each_of(trainer.world_size)}. Of this epoch, {done} of them "
         f"count as taken, and the other {max(1, num_batches - done)} are the first batches of the present DataLoader, "
         "unless it has state_dict and load_state_dict. So the epoch repeats some samples and leaves out others. The "
         "following epochs are complete.",
         stacklevel=2,
     )
+
+
+def _each_of(num_processes: int) -> str:
+    return "1 process" if num_processes == 1 else f"each of {num_processes} processes"
 
 
 def warn_of_lost_gradients(trainer: Any) -> None:
@@ -165,6 +171,43 @@ def warn_of_lost_gradients(trainer: Any) -> None:
         f"A checkpoint is saved between two optimizer steps, and holds no gradients: those of {which} of epoch "
         f"{max(0, epoch.ready - 1)} are not in it. A fit that resumes from it takes its first step without them. To "
         "lose none, save where a step ends, as ModelCheckpoint(every_n_train_steps=...) does, or resume from storage.",
+        stacklevel=2,
+    )
+
+
+def warn_of_repeated_step(trainer: Any, num_steps: int) -> None:
+    """Warn if a checkpoint is saved within a batch whose optimizer step it has: a resumed fit repeats the batch.
+
+    Args:
+        trainer: Trainer that saves, during its fit or afterwards.
+        num_steps: Number of optimizer steps since the end of a batch.
+    """
+    batch = trainer.fit_loop.epoch_loop.batch_progress.current
+    if num_steps == 0 or batch.ready == batch.processed or not trainer.is_global_zero:
+        return
+    warnings.warn(
+        f"A checkpoint is saved within batch {batch.processed} of epoch {trainer.current_epoch}, after its optimizer "
+        "step. A fit that resumes from it repeats the batch, and takes that step a second time. Save in "
+        "on_train_batch_end, or resume from storage.",
+        stacklevel=2,
+    )
+
+
+def warn_of_missing_gradients(trainer: Any, loops: dict[str, Any]) -> None:
+    """Warn if a fit resumes from a checkpoint that was saved between the batches of a step.
+
+    Args:
+        trainer: Trainer that resumes.
+        loops: The value of ``"fit_loop"`` in the loops of the checkpoint.
+    """
+    batch, num_batches = loops["epoch_loop.batch_progress"], trainer.accumulate_grad_batches
+    num_lost = batch["current"]["processed"] % num_batches
+    if num_lost == 0 or batch["is_last_batch"] or not trainer.is_global_zero:
+        return
+    warnings.warn(
+        f"The checkpoint was saved after {num_lost} of the {num_batches} batches of a step, and holds no gradients: "
+        "the first step is taken without theirs. To lose none, resume from storage, or from a checkpoint that was "
+        "saved where a step ends.",
         stacklevel=2,
     )
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_smartinfinity.resume.loops import warn_of_other_processes
 from tests.helpers import reference
 from tests.helpers.models import Recipe
+from tests.helpers.ranks import on_ranks
+from tests.training.loaders import Plain
 from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE, STATIC_SCALE
+from tests.training.test_storage_resume_loaders import Module, fit
 from tests.training.worker import Outcome, Run, launch, train
 
 # 16-bit gradients of two ranks may cancel to rounding noise, which Adam with a small eps turns into full steps.
@@ -95,3 +102,40 @@ def test_one_process_skips_a_step_that_is_not_finite(precision: str, tmp_path: P
     outcome = Outcome(module.losses, recorder.masters, {"validated": module.validated}, "")
     assert_equals_torch(outcome, recipe, world_size=1)
     assert len(module.validated) == 2
+
+
+def unshuffled() -> Any:
+    return DataLoader(Plain(), 2)
+
+
+def fit_on_ranks(root: Path) -> list[float]:
+    """Fit an epoch as one of two processes, and resume it within; return the samples of this process."""
+    begun, resumed = Module(unshuffled, breaks_at=2), Module(unshuffled)
+    settings = {"devices": 2, "max_epochs": 1}
+    fit(begun, root, seed=1, settings=settings)
+    fit(resumed, root, seed=9, settings=settings, resume="storage")
+    return [sample for *_, batches, _ in begun.seen + resumed.seen for batch in batches for sample in batch]
+
+
+def test_an_order_that_is_not_shuffled_stays(tmp_path: Path) -> None:
+    """Each process takes every second sample in turn, as torch's sampler gives them, also after a resume."""
+    for rank, seen in enumerate(on_ranks(fit_on_ranks, tmp_path)):
+        assert seen == [*DistributedSampler(Plain(), 2, rank, shuffle=False)]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        (1, 2, "in which 1 process had taken 3 batches. Now an epoch has 5 batches for each of 2 processes"),
+        (2, 1, "in which each of 2 processes had taken 3 batches. Now an epoch has 5 batches for 1 process"),
+    ],
+)
+def test_an_epoch_goes_on_with_another_number_of_processes(before: int, now: int, told: str) -> None:
+    """A warning says how many batches the epoch still has, and what of the data they are."""
+    progress = SimpleNamespace(current=SimpleNamespace(processed=3), is_last_batch=False)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress), epoch_progress=SimpleNamespace())
+    loop.epoch_progress.current = SimpleNamespace(started=1)
+    trainer = SimpleNamespace(fit_loop=loop, num_training_batches=5, world_size=now, is_global_zero=True)
+    told += ". Of this epoch, 3 of them count as taken, and the other 2 are the first batches of the present DataLoader"
+    with pytest.warns(UserWarning, match=f"{told}.* So the epoch repeats some samples and leaves out others. The"):
+        warn_of_other_processes(trainer, before)
