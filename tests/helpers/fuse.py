@@ -92,7 +92,6 @@ class _Server:
         self._device = device
         self._nodes = {1: os.open(source, os.O_PATH)}
         self._numbers: dict[tuple[int, int], int] = {}
-        self._listed: dict[int, list[os.DirEntry[str]]] = {}
         self._at, self._left, self._keeps = "", 0, False
 
     def serve(self) -> NoReturn:
@@ -227,15 +226,13 @@ class _Server:
 
     _fsyncdir = _fsync
 
-    def _opendir(self, node: int, _: bytes) -> bytes:
-        descriptor = os.open(self._path(node), os.O_RDONLY | os.O_DIRECTORY)
-        self._listed[descriptor] = sorted(os.scandir(descriptor), key=lambda entry: entry.name)
-        return _opened(descriptor)
+    _opendir, _releasedir = _open, _release
 
     def _readdir(self, _: int, body: bytes) -> bytes:
         descriptor, offset, size = struct.unpack_from("<QQI", body)
         answer = b""
-        for index, entry in enumerate(self._listed[descriptor][offset:], offset + 1):
+        entries = sorted(os.scandir(descriptor), key=lambda entry: entry.name)
+        for index, entry in enumerate(entries[offset:], offset + 1):
             name, kind = os.fsencode(entry.name), 4 if entry.is_dir(follow_symlinks=False) else 8
             packed = struct.pack("<QQII", entry.inode(), index, len(name), kind) + name
             packed += bytes(-len(packed) % 8)
@@ -243,10 +240,6 @@ class _Server:
                 break
             answer += packed
         return answer
-
-    def _releasedir(self, node: int, body: bytes) -> bytes:
-        del self._listed[struct.unpack_from("<Q", body)[0]]
-        return self._release(node, body)
 
     def _fallocate(self, _: int, body: bytes) -> bytes:
         descriptor, offset, length, mode = struct.unpack_from("<QQQI", body)
