@@ -81,3 +81,11 @@ def test_one_element_that_is_not_finite(instruction_set: InstructionSet, dtype: 
         content = torch.ones(531, dtype=TORCH[dtype])
         content[index] = poison
         assert not math.isfinite(squares(content, dtype))
+
+
+@pytest.mark.parametrize("lengths", [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)])
+def test_lists_of_different_lengths_are_refused(lengths: tuple[int, int, int, int]) -> None:
+    """Lists of different lengths are refused."""
+    lists = ([value] * length for value, length in zip((0, 0, 1, False), lengths, strict=True))
+    with pytest.raises(ValueError, match="as many"):
+        accumulate(*lists, DType.FLOAT32, DType.FLOAT32)
