@@ -158,8 +158,10 @@ def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
     staging = beside(place)
     room = staging / uuid.uuid4().hex
     new = room / place.name
-    with storage_errors("Writing the export", target), locked(staging, target):
+    with storage_errors("Writing the export", target), locked(staging, target) as lock:
+        lock.leaves_content = True  # it may hold the export that a killed process was replacing
         limited("Preparing", target, _begin, staging, room, place)
+        lock.leaves_content = False
         if not keeps_others:
             require_unused(target)
         try:

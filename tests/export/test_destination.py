@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from lightning_smartinfinity.errors import (
     CheckpointError,
     ConfigError,
     SmartInfinityError,
+    StorageError,
     StorageLockedError,
     UnsupportedError,
 )
@@ -24,6 +27,7 @@ from lightning_smartinfinity.export.from_checkpoint import ExportSettings, expor
 from lightning_smartinfinity.export.from_training import save_module
 from lightning_smartinfinity.export.safetensors_file import SafetensorsFile
 from lightning_smartinfinity.storage.folders.replacement import beside
+from lightning_smartinfinity.storage.folders.staging_folder import mark_of
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import TensorSpec
 from tests.export.models import Trained, files_of
@@ -71,6 +75,18 @@ def test_what_lies_where_an_export_is_written_stays(keeps_others: bool, tmp_path
     with refused, staged(tmp_path / "out", keeps_others=keeps_others):
         pass
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [precious]
+
+
+def test_a_killed_export_whose_folder_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error, and the earlier export that the killed one was replacing stays for the next one to put back."""
+    out, room = tmp_path / "out", beside(tmp_path / "out") / "killed"
+    room.mkdir(parents=True)
+    (room / ".saving-previous").write_text("earlier")
+    mark_of(room.parent).touch()
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(StorageError, match=f"Reading '{room.parent}' failed"), staged(out):
+        pass
+    assert (room / ".saving-previous").read_text() == "earlier"
 
 
 # ---- paths that nothing can be put at

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
+from lightning_smartinfinity.errors import CheckpointError, StorageError, StorageLockedError, StorageTimeoutError
 from lightning_smartinfinity.storage.folders import replacement
 from lightning_smartinfinity.storage.folders.replacement import beside, flush, flush_tree
 from lightning_smartinfinity.storage.folders.staging_folder import is_in_use, locked, mark_of, remove_content, rooms_in
@@ -465,7 +465,10 @@ def test_a_reader_between_the_two_renames_of_a_save(tmp_path: Path, monkeypatch:
 
 
 def test_a_room_that_is_listed_and_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save killed between the two renames is rolled back beside it, as on a file system that remembers names."""
+    """A save killed between the two renames is rolled back beside it, as on a file system that remembers names.
+
+    A staging folder that cannot be read is read again, and is an error before anything in it is removed.
+    """
     path = tmp_path / "a.ckpt"
     save(path, "old")
     staging, scandir, iterdir = path / ".saving", os.scandir, Path.iterdir
@@ -483,7 +486,10 @@ def test_a_room_that_is_listed_and_gone(tmp_path: Path, monkeypatch: pytest.Monk
         yield listed
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", listing)
+        patch.setattr(os, "scandir", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(StorageError, match=r"Reading '.*\.saving' failed: Input/output error"):
+            save(path, "new")
+        patch.setattr(os, "scandir", Mock(side_effect=[OSError(errno.ESTALE, "Stale file handle"), listing(staging)]))
         assert saved(path) == {"old"}
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / "gone", *iterdir(folder)]))
     remove_content(staging)

@@ -24,9 +24,11 @@ from lightning_smartinfinity.storage.folders.lock import acquire, open_or_create
 from lightning_smartinfinity.storage.folders.replacement import flush
 from lightning_smartinfinity.storage.io.deadlines import doing_now, when_returned
 from lightning_smartinfinity.storage.io.files import bounded, limited, unless_removed
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
 __all__ = ["StagingLock", "is_in_use", "locked", "mark_of", "remove_content", "remove_leftover", "rooms_in"]
 
+_GLANCE = 0.05  # seconds
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP})  # what some network file systems answer
 
 
@@ -110,11 +112,25 @@ def mark_of(staging: Path) -> Path:
 
 
 def rooms_in(staging: Path) -> list[Path]:
-    """Return the rooms in a staging folder, newest first: one, unless a killed process's could not be removed."""
+    """Return the rooms in a staging folder, newest first: one, unless a killed process's could not be removed.
+
+    Raises:
+        StorageError: The folder cannot be read, at the second attempt either. A save that a kill has left in a room
+            would be removed if this went unnoticed.
+    """
+    with storage_errors("Reading", staging):
+        try:
+            return _rooms_now(staging)
+        except OSError:  # a network file system may answer the next call
+            time.sleep(_GLANCE)
+        return _rooms_now(staging)
+
+
+def _rooms_now(staging: Path) -> list[Path]:
     rooms: list[tuple[float, str]] = []
-    with suppress(OSError), os.scandir(staging) as entries:
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(staging) as entries:
         for entry in entries:
-            with suppress(OSError):  # a name that the file system remembers may be gone
+            with suppress(FileNotFoundError):  # a name that the file system remembers may be gone
                 if entry.is_dir(follow_symlinks=False):
                     rooms.append((entry.stat().st_mtime, entry.path))
     return [Path(path) for _, path in sorted(rooms, reverse=True)]
