@@ -25,6 +25,7 @@ from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.storage import PARAMETERS, TensorStore, measure_tensor_space, recover_store
 from lightning_smartinfinity.storage.folders.replacement import flush_tree
 from lightning_smartinfinity.storage.io import deadlines as calls
+from lightning_smartinfinity.storage.io import files
 from lightning_smartinfinity.storage.io.deadlines import (
     completed_requests,
     counters_of,
@@ -33,12 +34,13 @@ from lightning_smartinfinity.storage.io.deadlines import (
     io_limit,
     when_returned,
 )
+from lightning_smartinfinity.storage.io.files import unless_removed
 from lightning_smartinfinity.storage.jobs import jobs
 from lightning_smartinfinity.storage.state import scrub, state_store
 from tests.helpers.attacks import Attack
 from tests.helpers.silent_disk import ERROR, SAID, SECONDS, SilentDisk, gives_up
 from tests.helpers.waiting import LIMIT, await_that, lenient
-from tests.native.test_interrupt import interrupted
+from tests.native.test_deadlines import interrupted
 from tests.storage.makers import commit_generation, create, left, recovered, tree, write_generation
 
 strictly = partial(in_time, renews=False)
@@ -50,6 +52,15 @@ def answer() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
+
+
+def test_a_name_that_an_nfs_mount_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is made again for longer than NFS caches by default that the old one is there (60 seconds)."""
+    seconds = itertools.count()
+    monkeypatch.setattr(files, "time", Mock(monotonic=lambda: next(seconds)))
+    assert unless_removed(Mock(side_effect=[FileNotFoundError] * 60 + ["made"])) == "made"
+    with pytest.raises(FileNotFoundError):
+        unless_removed(Mock(side_effect=FileNotFoundError))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, MANIFEST_NAME + _NEW)
 
 _ARCHIVED = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ARCHIVE)}")
 
-_REMEMBERED = 2.0  # seconds; FUSE and SMB cache for 1, and drives for state are on nothing slower
+_REMEMBERED = 2.0  # seconds; FUSE and SMB cache for 1, NFS for 60: not so long, since a wrong path must fail soon
 
 T = TypeVar("T")
 

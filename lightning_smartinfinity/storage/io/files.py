@@ -14,6 +14,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.storage.io.deadlines import in_time, when_returned
 
 __all__ = [
+    "REMEMBERED",
     "LimitedCalls",
     "OpenFile",
     "bounded",
@@ -25,7 +26,10 @@ __all__ = [
     "write_all",
 ]
 
-_REMEMBERED, _GLANCE = 30.0, 0.05  # seconds; sshfs caches for 20, FUSE and SMB for 1
+REMEMBERED = 75.0
+"""Seconds after which file systems no longer cache whether a name exists. NFS's default is at most 60 (acdirmax), sshfs
+caches for 20, FUSE and SMB for 1."""
+_GLANCE = 0.05  # seconds
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,7 +66,7 @@ def listed(folder: Path, pattern: str = "*") -> list[Path]:
     return sorted(folder.glob(pattern))
 
 
-def unless_removed(make: Callable[[], T], *, seconds: float = _REMEMBERED) -> T:
+def unless_removed(make: Callable[[], T], *, seconds: float = REMEMBERED) -> T:
     """Call a function, and call it again while it raises FileNotFoundError.
 
     Another process may just have removed it. Some file systems cache for seconds that it is still there, if another

@@ -24,16 +24,14 @@ from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.storage.io.files import bounded, limited
+from lightning_smartinfinity.storage.io.files import REMEMBERED, bounded, limited
 from lightning_smartinfinity.storage.io.mounts import mount_of
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.state.space import nearest_existing
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 
-__all__ = ["REMEMBERED", "Place", "device_of", "first_seen", "places_of", "network_warning"]
+__all__ = ["Place", "device_of", "first_seen", "places_of", "network_warning"]
 
-REMEMBERED = 75.0
-"""Seconds after which file systems no longer cache that a name does not exist. NFS's default is at most 60."""
 _GLANCE = 0.1
 _MADE = re.compile(r"\.smart-infinity-[0-9a-f]{32}")
 _OLD_SECONDS = 3600.0  # much longer than the waits of all ranks for a slow disk
@@ -157,7 +155,7 @@ def first_seen(paths: Iterable[Path], *, shared: bool) -> Path | None:
     Args:
         paths: Possible paths of one existing file or folder; machines may mount it at different paths.
         shared: Whether another machine may have created it. This machine may then cache for some time that the path
-            does not exist, so this waits up to :data:`REMEMBERED` seconds.
+            does not exist, so this waits up to :data:`~lightning_smartinfinity.storage.io.files.REMEMBERED` seconds.
     """
     paths = list(paths)
     give_up = time.monotonic() + (REMEMBERED if shared else 0)
