@@ -71,7 +71,7 @@ def completed_requests(counters: Path) -> int | None:
 T = TypeVar("T")
 
 _POLL = 0.05
-_UNSEEN = 10  # times the limit, where the system does not count the disk's requests
+_UNSEEN = 10  # times the limit, where the system does not count requests: s3fs uploads to flush, and copies to rename
 _BUSY = 40  # times the limit in all: the requests that the disk completes may be other processes'
 _MOUNTS = Path("/proc/self/mounts")
 _limit: ContextVar[float] = ContextVar("io_limit", default=IO_TIMEOUT)
