@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.cli.main import main
@@ -32,11 +34,17 @@ from tests.training.actions import does
 
 
 def test_a_model_is_saved_during_a_fit(tmp_path: Path) -> None:
-    """With the update beside backward it is the model of the checkpoint of that moment, and training goes on."""
+    """With the update beside backward it is the model of the checkpoint of that moment, and training goes on.
+
+    Neither objects nor entries of the cache that all fake modes share stay of a further save or export.
+    """
+    cached: list[int] = []
+    objects: list[int] = []
 
     def save_both(trainer: Any, module: pl.LightningModule) -> None:
         trainer.strategy.save_pretrained(tmp_path / f"live-{trainer.global_step}")
         trainer.save_checkpoint(tmp_path / f"ckpt-{trainer.global_step}")
+        cached.append(len(FakeTensorMode.cache))
 
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward")
     trainer = quiet_trainer(tmp_path, strategy, callbacks=[does(on_train_batch_end=save_both)])
@@ -46,7 +54,11 @@ def test_a_model_is_saved_during_a_fit(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         assert main(["export", str(tmp_path / f"ckpt-{step}"), str(tmp_path / f"out-{step}")]) == 0
         assert files_of(tmp_path / f"out-{step}") == saved[step - 1]
+        cached.append(len(FakeTensorMode.cache))
+        gc.collect()
+        objects.append(len(gc.get_objects()))
     assert saved[0] != saved[1] != saved[2]
+    assert len(set(cached[1:])) == 1 and objects[2] <= objects[1]
 
 
 def test_tensors_of_many_windows_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
