@@ -37,9 +37,11 @@ from tests.storage.makers import commit_generation, create, extents, held_by_ano
 JOB, ARCHIVE = "default", "default.aside"
 
 
-def leave_on(disks: Sequence[Sequence[Path]], *, step: int, job: str = JOB, has_steps: bool = True) -> None:
+def leave_on(
+    disks: Sequence[Sequence[Path]], *, step: int, job: str = JOB, has_steps: bool = True, machines: int = 0
+) -> None:
     """Leave the stores of a training that was interrupted after a step, each rank's in folders of its own."""
-    store_id, machines = os.urandom(16), len(set(map(tuple, disks)))
+    store_id, machines = os.urandom(16), machines or len(set(map(tuple, disks)))
     for rank, folders in enumerate(disks):
         store = create(folders, rank=rank, world_size=len(disks), num_machines=machines, job=job, job_id=store_id)
         commit_generation(store, 0)
@@ -154,11 +156,28 @@ def test_a_folder_that_cannot_be_reached(lost: int, folders: list[Path]) -> None
     before = files_of(folders, JOB)
     folders[lost].rename(folders[lost].with_name("unmounted"))
     plan = archive([folders[1 - lost]])
-    assert plan.lost_storage == (str(folders[lost]),) and not plan.is_damaged
+    assert plan.lost_storage == (repr(str(folders[lost])),) and not plan.is_damaged
     create([folders[1 - lost]], world_size=1).close(remove=False)
     folders[lost].with_name("unmounted").rename(folders[lost])
     put_together(folders, job=ARCHIVE)
     assert steps_in(folders) == whole(7, folders=2) and files_of(folders, ARCHIVE) == before
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_only_folder_of_a_rank_that_cannot_be_reached(lost: int, folders: list[Path]) -> None:
+    """If each rank has a folder of its own (``{local_rank}``), that of the missing rank is named, if it is known."""
+    own = [[folder] for folder in folders]
+    leave_on(own, step=7, machines=1)
+    content = flipped(manifest := folders[lost] / JOB / f"rank-0000{lost}/manifest.json", 100)
+    plan = plan_archiving([find_parts(each, [JOB]) for each in own], job=JOB, folders=own)
+    assert plan.is_damaged and len(plan.moved) == 2 and not plan.lost_storage
+    manifest.write_bytes(content)
+    folders[lost].rename(folders[lost].with_name("unmounted"))
+    seen = [find_parts(each, [JOB]) for each in own]
+    plan = plan_archiving(seen, job=JOB, folders=own)
+    assert plan.lost_storage == (repr(str(folders[lost])),) and len(plan.moved) == 1
+    other = plan_archiving(seen, job=JOB, folders=[own[1 - lost]] * 2)  # other settings: the path is unknown
+    assert other.lost_storage == (f"the storage folder of rank {lost}",)
 
 
 def test_a_part_that_replaces_nothing(folders: list[Path]) -> None:
@@ -458,7 +477,7 @@ def test_a_damaged_part_and_one_that_cannot_be_reached(folders: list[Path]) -> N
     flipped(folders[0] / JOB / "rank-00000/manifest.json", 100)
     folders[1].rename(folders[1].with_name("unmounted"))
     before = files_of(folders, JOB)
-    assert archive(folders[:1], ranks=2).lost_storage == (str(folders[1]),)
+    assert archive(folders[:1], ranks=2).lost_storage == (repr(str(folders[1])),)
     assert files_of(folders, ARCHIVE) == before
 
 

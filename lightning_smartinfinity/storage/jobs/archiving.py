@@ -43,7 +43,8 @@ class Plan:
         replaced: Step after which the replaced training was interrupted; None if no resumable training is replaced.
         replaces_damaged: Whether what is replaced could not be resumed, because it was damaged or lacked a part.
         is_damaged: Whether nothing can be resumed from what is archived, because manifests or records are damaged.
-        lost_storage: Storage folders with missing parts of what is archived, without which it cannot be resumed.
+        lost_storage: Storage folders with missing parts of what is archived, without which it cannot be resumed, as in
+            :meth:`~.trainings.Training.lost_storage`.
     """
 
     job: str
@@ -103,8 +104,8 @@ def plan_archiving(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequenc
     for training in trainings_in(movers, job, archive):
         begun = len(training.parts_in(job)) < len(training.parts)  # a kill interrupted the move
         if in_the_way.intersection(training.parts) or (begun and training.condition in _MAY_HAVE_STEPS):
-            if training.condition is Condition.TORN and not training.lost_storage:
-                raise _torn(training, job)
+            if training.condition is Condition.TORN and not training.lost_storage(folders):
+                raise _torn(training, job, folders)
             if training.condition is not Condition.NO_STEP:
                 moved.append(training)
     whole = {part for training in moved for part in training.parts}
@@ -118,7 +119,7 @@ def plan_archiving(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequenc
     deleted, replaced = _replaced(movers, archive, whole)
     is_damaged = all(training.condition is Condition.DAMAGED for training in moved)
     if replaced is not None and not any(training.condition is Condition.RESUMABLE for training in moved):
-        raise _useless_beside_resumable(moved[0], job)
+        raise _useless_beside_resumable(moved[0], job, folders)
     return Plan(
         job=archive,
         moved=tuple(dict.fromkeys((movers[part], part) for training in moved for part in training.parts_in(job))),
@@ -128,7 +129,7 @@ def plan_archiving(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequenc
         replaced=replaced,
         replaces_damaged=bool(deleted) and replaced is None,
         is_damaged=is_damaged,
-        lost_storage=tuple(dict.fromkeys(storage for training in moved for storage in training.lost_storage)),
+        lost_storage=tuple(dict.fromkeys(storage for training in moved for storage in training.lost_storage(folders))),
     )
 
 
@@ -270,21 +271,19 @@ def _require_replaceable(training: Training) -> None:
         )
 
 
-def _torn(training: Training, job: str) -> StorageError:
+def _torn(training: Training, job: str, now: Sequence[Sequence[Path]]) -> StorageError:
     assert training.missing is not None
-    rank, device = training.missing
-    storage = training.parts[0].folders[device]
-    lost = rank_folder_path(Path(storage), job=job, rank=rank)
+    lost, part = training.missing_storage(now), rank_folder_path(Path(), job=job, rank=training.missing[0])
     return StorageError(
         f"{str(training.parts[0].path)!r} holds a part of a training that was interrupted{_after(training.step)}. It "
-        f"is archived as a whole or not at all, and its part {str(lost)!r} cannot be found.",
-        f"Mount {storage!r}, or begin where all of its parts can be reached; or remove the rest with "
+        f"is archived as a whole or not at all, and its part {str(part)!r} in {lost} cannot be found.",
+        f"Mount {lost}, or begin where all of its parts can be reached; or remove the rest with "
         f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
     )
 
 
-def _useless_beside_resumable(training: Training, job: str) -> StorageError:
-    lost = ", ".join(map(repr, training.lost_storage))
+def _useless_beside_resumable(training: Training, job: str, now: Sequence[Sequence[Path]]) -> StorageError:
+    lost = ", ".join(training.lost_storage(now))
     why = f"which lacks its part in {lost}" if lost else "whose manifest or records are damaged"
     return StorageError(
         f"{str(training.parts[0].path)!r} holds an interrupted training {why}. It is "

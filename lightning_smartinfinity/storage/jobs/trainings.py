@@ -46,16 +46,43 @@ class Training:
     point: Point | None
     missing: tuple[int, int] | None
 
-    @property
-    def lost_storage(self) -> list[str]:
-        """The storage folders on this machine that lack a part of it; none if another machine may have the part."""
-        first, folders_of = self.parts[0], {part.rank: part.folders for part in self.parts}
-        if self.missing is None or (first.num_machines != 1 and len(folders_of) < first.world_size):
+    def lost_storage(self, now: Sequence[Sequence[Path]] = ()) -> list[str]:
+        """Return the storage folders on this machine that lack a part of it; none if another machine may have the part.
+
+        Args:
+            now: For each rank of the training that begins or resumes, its storage folders, as absolute paths. They name
+                the folders of a rank of which no part was found, if its folders are its own (``{local_rank}``).
+
+        Returns:
+            The folders for a message: quoted paths, or a description of a folder whose path is unknown.
+        """
+        first, num_found = self.parts[0], len({part.rank for part in self.parts})
+        if self.missing is None or (first.num_machines != 1 and num_found < first.world_size):
             return []
-        folders_of.setdefault(self.missing[0], first.folders)  # on one machine, all ranks have the same
-        present = {_place_of(part, first) for part in self.parts}
+        folders_of, present = self._folders_of(now), {_place_of(part, first) for part in self.parts}
         places = ((rank, device) for rank, folders in folders_of.items() for device in range(len(folders)))
-        return list(dict.fromkeys(folders_of[rank][device] for rank, device in places if (rank, device) not in present))
+        lost = [repr(folders_of[rank][device]) for rank, device in places if (rank, device) not in present]
+        return list(dict.fromkeys(lost if self.missing[0] in folders_of else [*lost, self.missing_storage(now)]))
+
+    def missing_storage(self, now: Sequence[Sequence[Path]] = ()) -> str:
+        """Return the storage folder of the missing part. Argument and form are those of :meth:`lost_storage`."""
+        assert self.missing is not None
+        rank, device = self.missing
+        folders = self._folders_of(now).get(rank)
+        return f"the storage folder of rank {rank}" if folders is None else repr(folders[device])
+
+    def _folders_of(self, now: Sequence[Sequence[Path]]) -> dict[int, tuple[str, ...]]:
+        """Return the storage folders of each rank of which they are known."""
+        first, found = self.parts[0], {part.rank: part.folders for part in self.parts if part.store is not None}
+        for part in self.parts:
+            if str(part.storage) in first.folders:  # a part without a readable manifest: the ranks share their folders
+                found.setdefault(part.rank, first.folders)
+        as_now = {rank: tuple(map(str, folders)) for rank, folders in enumerate(now[: first.world_size])}
+        common = found.keys() & as_now.keys()
+        if not common or any(found[rank] != as_now[rank] for rank in common):  # other settings
+            return found
+        present = {str(part.storage) for part in self.parts}
+        return {**{rank: folders for rank, folders in as_now.items() if present.isdisjoint(folders)}, **found}
 
     @property
     def step(self) -> int:
@@ -126,6 +153,8 @@ def _place_of(part: Part, first: Part) -> tuple[int, int] | None:
     if part.store is not None:
         return part.rank, part.device
     storage = str(part.storage)
+    if len(first.folders) == 1 and first.num_machines == 1:  # each rank may have a folder of its own
+        return part.rank, 0
     return (part.rank, first.folders.index(storage)) if storage in first.folders else None
 
 

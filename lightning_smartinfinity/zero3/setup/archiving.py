@@ -71,7 +71,7 @@ def _told(plan: Plan) -> str:
     path, job = str(plan.moved[0][1].path), plan.job
     removal = f"to remove it, run: smart-infinity jobs {' '.join(map(str, plan.storage))} --remove {job}"
     if plan.lost_storage:
-        lost = ", ".join(map(repr, plan.lost_storage))
+        lost = ", ".join(plan.lost_storage)
         return (
             f"{path!r} holds a part of an interrupted training, whose part in {lost} cannot be found. Nothing was "
             f"deleted: what is here was moved to the job {job!r}. To resume it, mount {lost}, and fit with "

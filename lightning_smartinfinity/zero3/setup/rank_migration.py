@@ -83,7 +83,8 @@ def find_predecessor(
     """
     job, rank, num_ranks = settings.transfer.job, dist.get_rank(group), dist.get_world_size(group)
     seen = seen_parts(settings, [job, f"{job}{ARCHIVE}"], group)
-    training = _of_other_ranks(seen, job, num_ranks)
+    now = gather([folder.absolute() for folder in settings.storage], group)
+    training = _of_other_ranks(seen, job, num_ranks, now)
     if training is None:
         return None
     folders: tuple[tuple[Path, ...], ...] = ()
@@ -109,20 +110,20 @@ def find_predecessor(
     return Predecessor(training=training, folders=folders, record=record, seen=seen)
 
 
-def _of_other_ranks(seen: Sequence[Sequence[Part]], job: str, num_ranks: int) -> Training | None:
+def _of_other_ranks(
+    seen: Sequence[Sequence[Part]], job: str, num_ranks: int, now: Sequence[Sequence[Path]]
+) -> Training | None:
     wanted = (Condition.RESUMABLE, Condition.TORN)
     found = [one for one in trainings_in(movers_of(seen), job) if one.condition in wanted]
     if not found or any(one.parts[0].world_size == num_ranks for one in found):
         return None
     training = found[0]
     if training.missing is not None:
-        rank, device = training.missing
-        part = training.parts[0]
-        lost = rank_folder_path(Path(part.folders[device]), job=job, rank=rank)
+        path, lost = rank_folder_path(Path(), job=job, rank=training.missing[0]), training.missing_storage(now)
         raise StorageError(
-            f"{str(part.path)!r} holds a part of a training of {part.world_size} processes. To resume it on {num_ranks}"
-            f" takes all of its parts, and {str(lost)!r} cannot be found.",
-            f"Mount {part.folders[device]!r}, or copy the part there from the machine that has it (cp -r).",
+            f"{str(training.parts[0].path)!r} holds a part of a training of {training.parts[0].world_size} processes. "
+            f"To resume it on {num_ranks} takes all of its parts, and {str(path)!r} in {lost} cannot be found.",
+            f"Mount {lost}, or copy the part there from the machine that has it (cp -r).",
         )
     return training
 
