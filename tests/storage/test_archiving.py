@@ -567,9 +567,25 @@ def test_a_damaged_part_in_the_way_is_not_deleted(old: list[Path]) -> None:
     fill(old, created=1, recorded=0)
     flipped(old[0] / JOB / "rank-00000/manifest.json", 100)
     before = files_of(old, JOB)
-    with pytest.raises(StorageError, match=r"is in the job 'default\.aside'"):
+    broken = rf"'{old[0] / JOB / 'rank-00000'}' cannot be resumed: its manifest or records are damaged"
+    with pytest.raises(StorageError, match=rf"{broken}\. Another that .* is in the job 'default\.aside'"):
         put_together(old, job=JOB, ranks=OLD)
     assert files_of(old, JOB) == before and steps_in(old) == whole(7, ranks=OLD, folders=2)
+
+
+@pytest.mark.parametrize("damage", ["records are damaged", "cannot be found"])
+def test_old_stores_that_are_broken_when_the_new_ones_are_incomplete(damage: str, old: list[Path]) -> None:
+    """Neither can be resumed: the error names the old ones, and nothing is deleted or moved."""
+    carry_out(way(old), ranks=NEW)
+    fill(old, recorded=0)
+    if damage == "cannot be found":
+        (old[1] / ARCHIVE).rename(old[1] / "unmounted")
+    else:
+        flipped(old[0] / ARCHIVE / "rank-00001/manifest.json", 100)
+    before = find_parts(old, [JOB, ARCHIVE])
+    with pytest.raises(StorageError, match=f"'{old[0] / ARCHIVE}.*moved to another number of processes.*{damage}"):
+        put_together(old, job=JOB, ranks=OLD)
+    assert find_parts(old, [JOB, ARCHIVE]) == before
 
 
 def test_a_training_that_is_archived_later_is_no_source(old: list[Path]) -> None:

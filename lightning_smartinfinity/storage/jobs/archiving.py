@@ -178,7 +178,8 @@ def plan_putting_together(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
         job: ``TransferConfig.job`` of the training that resumes.
 
     Raises:
-        StorageError: The job has no training to resume, but one of the other jobs has.
+        StorageError: The job has no training to resume, but one of the other jobs has; or the training is archived
+            there and cannot be resumed.
     """
     movers = movers_of(seen)
     plan = _plan_of_migration(movers, job)
@@ -198,11 +199,7 @@ def plan_putting_together(seen: Sequence[Sequence[Part]], *, job: str) -> Plan:
     for other in jobs_beside(job)[1:]:
         for training in trainings_in(movers, other, job):
             if training.condition is Condition.RESUMABLE and not can_resume:
-                raise StorageError(
-                    f"There is no training to resume in the job {job!r}. One that was interrupted after step "
-                    f"{training.step} is in the job {other!r}.",
-                    f"To resume it, pass transfer={{'job': {other!r}}}.",
-                )
+                raise _in_other_job(training, job, other, movers)
     return Plan(job=job, moved=tuple((movers[part], part) for part in moved), archives=False)
 
 
@@ -211,6 +208,9 @@ def _plan_of_migration(movers: Mapping[Part, int], job: str) -> Plan | None:
 
     If the successor is complete, the plan deletes the stores that it was filled from. If a kill came before that, the
     plan deletes the successor and moves those stores back.
+
+    Raises:
+        StorageError: The successor is incomplete, and so are those stores, or they are damaged.
     """
     archive = f"{job}{ARCHIVE}"
     for successor in dict.fromkeys(part.successor for part in movers if part.job == archive and part.successor):
@@ -218,9 +218,11 @@ def _plan_of_migration(movers: Mapping[Part, int], job: str) -> Plan | None:
         filled = (one for one in trainings_in(movers, job) if one.parts[0].store == successor)
         if any(one.condition is Condition.RESUMABLE for one in filled):
             return Plan(job=job, deleted=tuple((movers[part], part) for part in sources), archives=False)
-        whole = (one for one in trainings_in(movers, archive, job) if one.condition is Condition.RESUMABLE)
+        archived = [one for one in trainings_in(movers, archive, job) if not set(sources).isdisjoint(one.parts)]
+        whole = (one for one in archived if one.condition is Condition.RESUMABLE)
         source = next((one for one in whole if set(sources) <= set(one.parts)), None)
         if source is None:
+            _refuse_broken(archived, archive)
             continue
         rest = [part for part in movers if part.job == job and part not in source.parts]
         if all(part.store == successor or _is_nobodys(part) for part in rest):
@@ -269,6 +271,31 @@ def _require_replaceable(training: Training) -> None:
             f"Resume it with ckpt_path='storage' and transfer={{'job': {job!r}}}, or remove it, with "
             f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
         )
+
+
+def _in_other_job(training: Training, job: str, other: str, parts: Iterable[Part]) -> StorageError:
+    damaged = next((part for part in parts if part.job == job and part.is_damaged), None)
+    one = f"There is no training to resume in the job {job!r}. One"
+    if damaged is not None:
+        one = f"The training in {str(damaged.path)!r} cannot be resumed: its manifest or records are damaged. Another"
+    return StorageError(
+        f"{one} that was interrupted after step {training.step} is in the job {other!r}.",
+        f"To resume {'it' if damaged is None else 'that one'}, pass transfer={{'job': {other!r}}}.",
+    )
+
+
+def _refuse_broken(trainings: Iterable[Training], archive: str) -> None:
+    """Raise StorageError if one of these trainings, archived to move to another number of ranks, cannot be resumed."""
+    for training in trainings:
+        if training.condition in (Condition.DAMAGED, Condition.TORN):
+            lost = training.missing_storage() if training.missing is not None else None
+            why = "its manifest or records are damaged" if lost is None else f"its part in {lost} cannot be found"
+            raise StorageError(
+                f"{str(training.parts[0].path)!r} holds a training that was interrupted{_after(training.step)}, and "
+                f"again while it was moved to another number of processes. It cannot be resumed, because {why}.",
+                f"{'Resume' if lost is None else f'Mount {lost}, or resume'} from a checkpoint with another "
+                f"TransferConfig(job=...). To remove what is left of it, run: {_removal(training, archive)}.",
+            )
 
 
 def _torn(training: Training, job: str, now: Sequence[Sequence[Path]]) -> StorageError:
