@@ -21,6 +21,7 @@ from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
 from tests.stock.systems import Hook
+from tests.storage.makers import create
 from tests.training.storage_worker import StorageRun, end_of, fit, launch, steps_of
 
 WIDE = {"module": {"width": 128}}  # several tasklets
@@ -232,7 +233,7 @@ def test_another_model_is_refused_and_loses_nothing(tmp_path: Path) -> None:
     """A store of another model is refused, and can still be resumed. One value that is not trained makes another.
 
     So is one whose tasklets have another size by the settings, or have a size by an earlier version that a setting of
-    this one cannot use.
+    this one cannot use. Otherwise this size stays, also after a kill while the training moved to two processes.
     """
     module = {"last": 1.0, **WIDE["module"]}
     settings: dict[str, Any] = {"module": module, "epochs": 1, "granule": 1024}
@@ -245,6 +246,10 @@ def test_another_model_is_refused_and_loses_nothing(tmp_path: Path) -> None:
     ):
         with pytest.raises((CheckpointError, ConfigError), match=told):
             fit(run_of(tmp_path, resume=True, module={**module, **other}, transfer=transfer))
+    moved = RankFolder(tmp_path / "storage0/default/rank-00000", create=False)
+    moved.mark_archived(successor=bytes(16))
+    moved.move("default.aside")
+    create([tmp_path / "storage0"], job_id=bytes(16)).close(remove=False)  # of two ranks, and without a step
     fit(run_of(tmp_path, resume=True, **settings)).close()
     assert end_of(tmp_path)["step"] == 6
 

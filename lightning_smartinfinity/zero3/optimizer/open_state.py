@@ -19,6 +19,7 @@ from lightning_smartinfinity.zero3.parameters.partition import Partition, descri
 from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup.activations import open_activations
+from lightning_smartinfinity.zero3.setup.archiving import put_together
 from lightning_smartinfinity.zero3.setup.open_storage import (
     gradient_store,
     open_storage,
@@ -66,6 +67,7 @@ def open_state(
         state_format=offload.state_format,
     )
     if offload.resumes:
+        put_together(offload, group)
         layout = as_stored(layout, offload, group)
     layout = with_cache(layout, offload, group)
     rank_state.partition = Partition(optimizer, layout)

@@ -138,7 +138,6 @@ def _reopen_storage(
     with raising_together(group), io_limit(settings.transfer.io_timeout):
         requests = _unnamed_space(settings, layout.extents)
     require_space(_of_all_ranks(requests, group))
-    put_together(settings, group)
     predecessor = find_predecessor(settings, description, group)
     if predecessor is not None:
         return _migrate(predecessor, settings, layout, rule, description, group)
