@@ -174,15 +174,6 @@ def test_every_bit_of_a_manifest(tmp_path: Path) -> None:
     assert "does not match its checksum" in told and "TransferConfig(job=...)" in told
 
 
-def test_a_manifest_of_the_version_before(tmp_path: Path) -> None:
-    """A store whose manifest has no checksum, as version 3 had none, is still read."""
-    path = left(tmp_path) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["crc32"]
-    path.write_text(json.dumps(manifest | {"version": 3}, indent=1))
-    assert recovered(tmp_path) == 0
-
-
 def test_manifest_larger_than_any(tmp_path: Path) -> None:
     """It is refused before it is read: a file can have more bytes than the machine has memory."""
     path = tmp_path / "manifest.json"
