@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.zero3.parameters import torch_functions
 from tests.helpers.trainers import fit
-from tests.training.everyday_code import DOORS, READS
+from tests.training.everyday_code import READS
 from tests.training.small import Small
+from tests.training.test_everyday_code import DOORS
 
 OWNERS = [
     *(torch, torch.nn, torch.nn.functional, torch.nn.init, torch.autograd, torch.utils.checkpoint),
