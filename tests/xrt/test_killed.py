@@ -17,7 +17,7 @@ pytestmark = RunIf(xrt=True)
 SAVE_EVERY, NUM_STEPS = 4, 32
 
 
-def fit(folder: Path, *, cards: bool = True, overlap: str = "forward", **moment: Any) -> int:
+def fit(folder: Path, *, cards: bool = True, overlap: str = "forward", **settings: Any) -> int:
     """Train from the last checkpoint, if there is one, and return the exit status."""
     last = folder / "last.ckpt"
     run = StorageRun(
@@ -26,13 +26,11 @@ def fit(folder: Path, *, cards: bool = True, overlap: str = "forward", **moment:
         cards=cards,
         checkpoint=str(last) if last.exists() else "",
         epochs=NUM_STEPS,
-        save_every=SAVE_EVERY,
         trainer={"limit_val_batches": 0, "max_steps": NUM_STEPS},
         options={"overlap": overlap},
-        transfer={"keep": False},
         # An epoch is what lies between two saves, since Lightning begins a resumed epoch with its first batch.
         module={"width": 128, "length": 2 * SAVE_EVERY, "noise": False, "shuffle": False, "dropout": 0.0},
-        **moment,
+        **{"save_every": SAVE_EVERY, "transfer": {"keep": False}, **settings},
     )
     code, output = launch(run)
     assert code in (0, -signal.SIGKILL), output[-4000:]
@@ -68,6 +66,15 @@ def test_killed_in_a_step_and_in_a_save(tmp_path: Path, straight: Path) -> None:
     assert fit(tmp_path) == 0
     assert_same(tmp_path, straight)
     assert not left_in(tmp_path)
+
+
+def test_killed_on_the_host_and_resumed_from_storage_on_cards(tmp_path: Path, straight: Path) -> None:
+    """Cards go on with the tasklets that the host has left, also where the settings name another size."""
+    kept: dict[str, Any] = {"save_every": 0, "transfer": {"keep": "on-failure"}}
+    assert fit(tmp_path, cards=False, kill_at="kill at batch end", kill_step=20, **kept) == -signal.SIGKILL
+    kept["transfer"]["tasklet_bytes"] = 128 * 1024
+    assert fit(tmp_path, resume=True, **kept) == 0
+    assert_same(tmp_path, straight)
 
 
 @pytest.mark.long

@@ -137,21 +137,19 @@ def _parts_of(job: Path) -> Iterator[Part]:
             yield look_at(folder)
 
 
-def first_manifest(storage: Path, jobs: Sequence[str], *, rank: int) -> Manifest | None:
-    """Return the manifest of a rank's store in the first of some jobs that has one which can be read; None if none has.
+def first_manifest(storage: Path, *, job: str, rank: int) -> Manifest | None:
+    """Return the manifest of a rank's store in a job, if it can be read, else None: opening the store raises why not.
 
     Args:
         storage: The first storage folder of the rank.
-        jobs: The jobs.
+        job: The job.
         rank: The rank.
     """
-    for job in jobs:
-        # What cannot be read raises when it is opened.
-        with (
-            suppress(OSError, StorageError),
-            closing(open_rank_folder(rank_folder_path(storage, job=job, rank=rank))) as folder,
-        ):
-            return read_manifest(folder)
+    with (
+        suppress(OSError, StorageError),
+        closing(open_rank_folder(rank_folder_path(storage, job=job, rank=rank))) as folder,
+    ):
+        return read_manifest(folder)
     return None
 
 

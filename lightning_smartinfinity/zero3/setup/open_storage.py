@@ -203,8 +203,8 @@ def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: Proces
     nbytes = transfer.dram_cache_bytes
     if isinstance(nbytes, str):
         # Memory of the arena and the ring, which may not be resident yet.
-        reserved = _MOST_ITEM_BYTES * layout.numel + transfer.num_buffers * settings.tasklet_bytes
-        own = measure_memory(reserved=reserved)
+        ring = transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
+        own = measure_memory(reserved=_MOST_ITEM_BYTES * layout.numel + ring)
         nbytes = share_of_memory(gather(own, group), own)
     return with_residents(layout, nbytes=nbytes or 0, written_through=transfer.writes_through)
 
@@ -219,7 +219,7 @@ def with_gradient_budget(
     """
     wanted, nbytes = settings.transfer.gradient_bytes, layout.numel * itemsize
     if isinstance(wanted, str):
-        ring = settings.transfer.num_buffers * settings.tasklet_bytes
+        ring = settings.transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
         own = measure_memory(reserved=ring)
         free = share_of_memory(gather(own, group), own)
         needs_all = _needs_all_gradients(settings, layout, itemsize=itemsize) is not None

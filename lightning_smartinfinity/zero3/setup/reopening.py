@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,11 @@ from lightning_smartinfinity.storage import StateStore, StoreDescription, find_r
 from lightning_smartinfinity.storage.folders.manifest import Manifest
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.storage.io.files import limited
-from lightning_smartinfinity.storage.jobs.trainings import jobs_beside
 from lightning_smartinfinity.storage.state.parts import first_manifest
 from lightning_smartinfinity.storage.state.recovery import BEGIN_ANEW
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.setup.update_device import takes_tasklets
 from lightning_smartinfinity.zero3.untyped import ParamGroup
 
 __all__ = ["as_stored", "check_description", "describe_training", "newest_common", "recover_for_training"]
@@ -69,29 +70,37 @@ def _scalar(value: object) -> object:
 
 
 def as_stored(layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None) -> PartitionLayout:
-    """Return the layout with tasklets of the size that the state to resume from has, if the settings are the same.
+    """Return the layout with tasklets of the size that the state to resume from has, if only this size differs.
 
-    Versions of this package may choose another size for the same settings.
+    Versions of this package may choose another size for the same settings. If the user has changed ``tasklet_bytes``,
+    rank 0 warns that it has no effect: no result depends on it, unless gradients are compressed, and then the results
+    are those of the training that was interrupted.
 
     Args:
         layout: This rank's partition, cut into tasklets by this version.
-        settings: Folders and transfer settings.
+        settings: Folders and transfer settings. Parts of the training that a kill has left in another job are moved
+            back already, since the manifest in this job may be another training's until then.
         group: Process group of all ranks.
 
     Raises:
         StorageTimeoutError: The disk does not answer; raised on every rank.
     """
     manifest: Manifest | None = None
-    rank, jobs, limit = dist.get_rank(group), jobs_beside(settings.transfer.job), settings.transfer.io_timeout
+    rank, job, limit = dist.get_rank(group), settings.transfer.job, settings.transfer.io_timeout
     with raising_together(group), io_limit(limit):
         first = Path(settings.storage[0]).absolute()
-        manifest = limited("Looking for trainings in", first, first_manifest, first, jobs, rank=rank)
-    if manifest is None or manifest.world_size != dist.get_world_size(group) or settings.cards is not None:
+        manifest = limited("Looking for trainings in", first, first_manifest, first, job=job, rank=rank)
+    if manifest is None or manifest.world_size != dist.get_world_size(group):
         return layout
-    extents = replace(layout.extents, tasklet_numel=manifest.extents.tasklet_numel)
-    is_set_alike = manifest.description.tasklet_bytes in (0, settings.tasklet_bytes)
-    if extents != manifest.extents or not is_set_alike or extents.place_bytes > settings.tasklet_bytes:
+    extents, before = manifest.extents, manifest.description.tasklet_bytes
+    if replace(layout.extents, tasklet_numel=extents.tasklet_numel) != extents or not takes_tasklets(settings, extents):
         return layout  # an error names the difference
+    if rank == 0 and before not in (0, settings.tasklet_bytes):
+        warnings.warn(
+            f"The training on storage goes on with tasklet_bytes={before}, as it was begun. The setting tasklet_bytes="
+            f"{settings.tasklet_bytes} is for new state only.",
+            stacklevel=2,
+        )
     return replace(layout, extents=extents)
 
 

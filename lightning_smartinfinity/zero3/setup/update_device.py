@@ -42,13 +42,14 @@ from lightning_smartinfinity.storage.extents import BLOCK_BYTES, ExtentMap
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raise_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
-__all__ = ["card_file_bytes", "choose_update_device", "make_device"]
+__all__ = ["card_file_bytes", "choose_update_device", "make_device", "takes_tasklets"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 _SMALL_TASKLET_BYTES = 16 << 20
+_LEAST_GRADIENT_BYTES = 2  # per element
 
 
 class _Report(NamedTuple):
@@ -236,6 +237,18 @@ def _warn_of_settings(offload: OffloadSettings) -> None:
             " storage, and no state stays in host memory.",
             stacklevel=2,
         )
+
+
+def takes_tasklets(settings: OffloadSettings, extents: ExtentMap) -> bool:
+    """Return whether the device that updates can work tasklets of state that an earlier training has left.
+
+    Args:
+        settings: Result of :func:`choose_update_device`.
+        extents: The extents of the state.
+    """
+    numel = extents.tasklet_numel
+    has_blocks = extents.num_tasklets == 1 or numel * _LEAST_GRADIENT_BYTES % BLOCK_BYTES == 0
+    return settings.cards is None or (has_blocks and min(numel, extents.numel) <= LARGEST_NUMEL)
 
 
 def make_device(settings: OffloadSettings, extents: ExtentMap, optimizer: str) -> StorageDevice:
