@@ -57,7 +57,7 @@ class TrainingSession(ABC):
     """
 
     config: Any
-    _fit_record: FitRecord | None = None  # None: nothing is recorded
+    _fit_record: FitRecord
 
     def _take_settings(self, arguments: Mapping[str, Any]) -> None:
         """Check and store the user's settings, and build DeepSpeed's configuration from them.
@@ -228,6 +228,7 @@ class TrainingSession(ABC):
         from lightning_smartinfinity.zero3.setup.validation import check_zero_section
 
         check_zero_section(self._engine_config["zero_optimization"], owner=type(self).__name__)
+        self._fit_record.name_calls()
 
     def _build_engine(
         self, model: torch.nn.Module, optimizer: Optimizer, initialize: Callable[[], tuple[SmartInfinityEngine, T]]
@@ -272,8 +273,7 @@ class TrainingSession(ABC):
             check_state_format(self._settings.state_format, self._engine_config)
         self._begin_watch()
         later = f"a training of {type(model).__name__} that began at {time.strftime('%H:%M:%S')}"
-        resumes = self._fit_record is not None and self._fit_record.resumes
-        goes_on = self._has_fp32_in_memory(model) and not resumes
+        goes_on = self._has_fp32_in_memory(model) and not self._fit_record.resumes
         kept = keep_masters(trainings_of(model), of=type(model).__name__) if goes_on else None
         idle = self._release_storage(later)
         end_training_of(model, since=f"{later} took its module")
@@ -316,10 +316,10 @@ class TrainingSession(ABC):
             gradient_itemsize=2 if gradients_are_16_bit(self._engine_config) else 4,
             parameter_itemsize=2 if is_16_bit(self._engine_config) else 4,
             feed_back_threads=feed_back_threads(settings.transfer.compute_threads, self._local_world_size),
-            resumes=self._fit_record is not None and self._fit_record.resumes,
-            records=self._fit_record is not None and self._fit_record.automatic,
+            resumes=self._fit_record.resumes,
+            records=self._fit_record.automatic,
             own_hyperparameters=self._own_hyperparameters,
-            check_record=bool if self._fit_record is None else self._fit_record.check,
+            check_record=self._fit_record.check,
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
         warn_of_no_gain(

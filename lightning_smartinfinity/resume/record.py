@@ -8,14 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.resume.record_content import content_of, read_content
 from lightning_smartinfinity.resume.typed_json import UnwritableError
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings.strategy import StrategySettings
-from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
+from lightning_smartinfinity.settings.user_calls import UserCalls, advise
+from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.storage.records.training_record import TrainingRecord
@@ -139,28 +138,26 @@ class FitRecord:
     """Makes a strategy's trainings resumable from storage, and outlives them.
 
     Args:
-        how_to_resume: Half a sentence that says what the user calls to go on after an interruption.
-        how_to_save: The user's calls that save a model, after a training that was complete.
-        how_to_change: Half a sentence that says what the user calls to resume with new hyperparameters.
+        calls: The user's calls, which messages name.
         gap: Half a sentence that says why several steps may come between two records.
         automatic: Whether records are written without a call by the user.
 
     Attributes:
         loop_keys: Keys that the loop's part of a record needs.
-        automatic: As passed.
+        calls, automatic: As passed.
         resumes: Whether the training that is being set up resumes from the state that an interrupted one has left.
     """
 
     loop_keys: frozenset[str] = frozenset()
 
-    def __init__(
-        self, *, how_to_resume: str, how_to_change: str, gap: str, automatic: bool, how_to_save: str = ""
-    ) -> None:
-        self._how_to_resume, self._how_to_save, self._gap = how_to_resume, how_to_save, gap
-        self._how_to_change = how_to_change
-        self.automatic = automatic
+    def __init__(self, calls: UserCalls, *, gap: str, automatic: bool) -> None:
+        self.calls, self._gap, self.automatic = calls, gap, automatic
         self.resumes = False
         self._writer: RecordWriter | None = None
+
+    def name_calls(self) -> None:
+        """Make errors and warnings of this process name this entry point's calls from now on."""
+        advise(self.calls)
 
     @property
     def is_on(self) -> bool:
@@ -223,7 +220,7 @@ class FitRecord:
 
     def say_how_to_resume(self, settings: StrategySettings) -> None:
         """Log where an interrupted training's state stays, and how to resume or remove it."""
-        self._say(settings, "The training was interrupted", f"To go on where it stopped, {self._how_to_resume}")
+        self._say(settings, "The training was interrupted", f"To go on where it stopped, {self.calls.resumes}")
 
     def how_to_save(self, settings: StrategySettings) -> Callable[[], None]:
         """Return a function that logs where the state of a complete training stays if its model is not saved.
@@ -234,7 +231,7 @@ class FitRecord:
             self._say,
             settings,
             "The training was complete, but an error ended the script before the model was saved",
-            f"To save the model, {self._how_to_resume}: the fit ends at once. Then call {self._how_to_save}",
+            f"To save the model, {self.calls.resumes}: the fit ends at once. Then call {self.calls.saves}",
         )
 
     @staticmethod
@@ -287,27 +284,15 @@ class FitRecord:
             CheckpointError: It belongs to another model; raised on every rank.
         """
         from lightning_smartinfinity.zero3.engine.record import frozen_checksum
+        from lightning_smartinfinity.zero3.optimizer.hyperparameters import warn_of_changes
         from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 
         loop: ClientState = {}
         frozen, own = frozen_checksum(engine.module), engine.optimizer.configured
         with raising_together():
             loop = _restore(engine, frozen=frozen)
-        self._warn_of_changes(engine.optimizer.configured, own)
+        warn_of_changes(engine.optimizer.configured, own)
         return loop
-
-    def _warn_of_changes(self, saved: list[SavedState], own: list[SavedState]) -> None:
-        """Warn on the first rank if the training keeps other hyperparameters than the script sets."""
-        from lightning_smartinfinity.zero3.optimizer.hyperparameters import describe_changes
-
-        changes = describe_changes(saved, own)
-        if changes and dist.get_rank() == 0:
-            now, before = (", ".join(dict.fromkeys(column)) for column in zip(*changes, strict=True))
-            warnings.warn(
-                f"The script sets {now}, but the training that it resumes began with {before}, and keeps that. To "
-                f"train on with the new value{'s' if changes[1:] else ''}, {self._how_to_change}.",
-                stacklevel=4,
-            )
 
     def end(self) -> None:
         """Record no longer."""

@@ -12,8 +12,9 @@ from lightning.fabric.utilities import rank_zero_info
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.resume.record import FitRecord
 from lightning_smartinfinity.resume.start import Source, Start, choose_start, steps_of
-from lightning_smartinfinity.settings.rules import check, one_of
+from lightning_smartinfinity.settings.rules import check, instance, one_of, optional
 from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW, StrategySettings
+from lightning_smartinfinity.settings.user_calls import CALLS_OF_FABRIC
 
 __all__ = ["FabricFitRecord"]
 
@@ -28,8 +29,7 @@ class FabricFitRecord(FitRecord):
 
     def __init__(self) -> None:
         super().__init__(
-            how_to_resume="start the script again with fabric.strategy.resume() before fabric.setup",
-            how_to_change="call fabric.strategy.use_new_hyperparameters() before fabric.setup",
+            CALLS_OF_FABRIC,
             gap="fabric.strategy.record() follows not every step",
             automatic=False,
         )

@@ -41,6 +41,7 @@ from lightning_smartinfinity.resume.record_content import TRAINER_KEYS
 from lightning_smartinfinity.resume.start import Source, choose_start, steps_of
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW, StrategySettings
+from lightning_smartinfinity.settings.user_calls import CALLS_OF_TRAINER
 from lightning_smartinfinity.zero3.ranks.collectives import gather
 from lightning_smartinfinity.zero3.untyped import ClientState
 
@@ -80,9 +81,7 @@ class TrainerFitRecord(FitRecord):
 
     def __init__(self) -> None:
         super().__init__(
-            how_to_resume="start the script again with trainer.fit(..., ckpt_path='storage')",
-            how_to_change="call strategy.use_new_hyperparameters() before trainer.fit",
-            how_to_save="trainer.save_checkpoint(path) or strategy.save_pretrained(folder)",
+            CALLS_OF_TRAINER,
             gap="training_step takes several optimizer steps, and a record is written at the end of a batch only",
             automatic=True,
         )

@@ -22,6 +22,7 @@ from lightning_smartinfinity.resume.record import FitRecord, loop_in
 from lightning_smartinfinity.resume.record_content import TRANSFORMERS_KEYS
 from lightning_smartinfinity.resume.schedules import advance_when_loaded
 from lightning_smartinfinity.settings.strategy import StrategySettings
+from lightning_smartinfinity.settings.user_calls import CALLS_OF_TRANSFORMERS
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ class TransformersFitRecord(FitRecord):
 
     def __init__(self) -> None:
         super().__init__(
-            how_to_resume="start the script again with trainer.train(resume_from_checkpoint='storage')",
-            how_to_change="call training.use_new_hyperparameters() before trainer.train",
-            how_to_save="trainer.save_model(folder)",
+            CALLS_OF_TRANSFORMERS,
             gap="several optimizer steps follow one call of on_step_end",
             automatic=True,
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE
 from lightning_smartinfinity.storage.folders.rank_folder import rank_folder_path
 from lightning_smartinfinity.storage.jobs.trainings import Condition, Training, jobs_beside, movers_of, trainings_in
@@ -268,7 +269,7 @@ def _require_replaceable(training: Training) -> None:
             f"{str(gone_on[0].path)!r} holds a training that was resumed there and interrupted again"
             f"{_after(training.step)}. It is not replaced by the one in the job {job.removesuffix(ARCHIVE)!r}, which "
             "would be archived there.",
-            f"Resume it with ckpt_path='storage' and transfer={{'job': {job!r}}}, or remove it, with "
+            f"Resume it with {user_calls().from_storage} and transfer={{'job': {job!r}}}, or remove it, with "
             f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
         )
 

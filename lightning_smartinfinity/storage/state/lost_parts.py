@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.storage.folders.lock import checkpoint_in, read_lock
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import Trust, refuse_foreign
@@ -67,7 +68,7 @@ def _from_checkpoint(parts: Iterable[FoundPart]) -> str:
         return "from a checkpoint, or begin anew,"
     if not os.path.isdir(path):
         return f"from a checkpoint (the newest, {path!r} after step {step}, is gone)"
-    return f"from the newest checkpoint, after step {step}: ckpt_path={path!r},"
+    return f"from the newest checkpoint, after step {step}: {user_calls().from_checkpoint.format(path=path)},"
 
 
 def _has_part(storage: Path, job: str, like: Manifest, device: int) -> bool:
@@ -127,6 +128,6 @@ def require_present(path: Path, *, among: Collection[Path]) -> None:
         refuse_lost(list(among), job=path.parent.name, rank=int(path.name.removeprefix("rank-")))
         raise StorageError(
             f"There is no optimizer state in {str(path)!r}.",
-            "Check the storage folder and the job, or leave ckpt_path out to begin anew. If another machine has "
-            "that folder, start the machines in the order of before, or copy it here (cp -r).",
+            f"Check the storage folder and the job, or {user_calls().begins_anew} to begin anew. If another machine "
+            "has that folder, start the machines in the order of before, or copy it here (cp -r).",
         ) from None

@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.settings import IO_TIMEOUT, TransferConfig
 from lightning_smartinfinity.settings.rules import require_distinct
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.storage.extents import ExtentMap
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, StoreDescription
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, STATE_NAME, RankFolder, rank_folder_path
@@ -23,7 +24,6 @@ from lightning_smartinfinity.storage.records.training_record import TrainingReco
 from lightning_smartinfinity.storage.state.commit_record import no_record, record_bytes
 from lightning_smartinfinity.storage.state.lost_parts import refuse_lost, require_present
 from lightning_smartinfinity.storage.state.recovery import (
-    BEGIN_ANEW,
     common_manifest,
     damaged_beside,
     newest_complete,
@@ -263,7 +263,7 @@ def find_resumable(
                 if folder.status(MANIFEST_NAME) is None:
                     raise StorageError(
                         f"There is no training to resume in {str(folder.path)!r}: it ended within its set-up.",
-                        BEGIN_ANEW,
+                        user_calls().begin_anew,
                     )
             manifest = common_manifest(inside, rank=rank)
             usable, problem = usable_records(inside, manifest)

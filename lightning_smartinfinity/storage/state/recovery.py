@@ -14,6 +14,7 @@ import numpy as np
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
 from lightning_smartinfinity.native import TRAILER_BYTES
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.storage.extents import ExtentMap
 from lightning_smartinfinity.storage.folders.manifest import Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
@@ -29,7 +30,6 @@ from lightning_smartinfinity.storage.records.training_record import (
 from lightning_smartinfinity.storage.state.commit_record import CommitRecord, Records, erase_record, read_records
 
 __all__ = [
-    "BEGIN_ANEW",
     "UsableRecords",
     "committed_records",
     "common_manifest",
@@ -95,9 +95,6 @@ def _mismatch_in_file(
                     f"(trailer at offset {offset})."
                 )
     return None
-
-
-BEGIN_ANEW = "Begin anew, without resuming from storage (leave ckpt_path out), or pass a checkpoint."
 
 
 def common_manifest(folders: Sequence[OpenFolder], *, rank: int) -> Manifest:
@@ -263,7 +260,7 @@ def _why_not(
     if ended is not None:
         return StorageError(
             f"The training in {str(folder.path)!r} wrote no training records after step {ended.step}: {ended.end}",
-            BEGIN_ANEW,
+            user_calls().begin_anew,
         )
     damaged = damaged_training_records(folder, identity=manifest.identity)
     if damaged:
@@ -273,14 +270,14 @@ def _why_not(
         )
         return StorageCorruptError(
             f"The training record{'s' if damaged[1:] else ''} {named} {are} damaged{older}.",
-            BEGIN_ANEW,
+            user_calls().begin_anew,
         )
     if records and records[0].generation < oldest:
         return StorageError(
             f"The training in {str(folder.path)!r} ended after several generations that came after its last record "
             f"(step {records[0].step}): several optimizer steps in a batch, or writes to its parameters. They have "
             "overwritten its state.",
-            BEGIN_ANEW,
+            user_calls().begin_anew,
         )
     return None
 
@@ -301,7 +298,7 @@ def with_whole_residuals(
     whole = [record for record, problem in zip(records, problems, strict=True) if problem is None]
     damaged = [problem for problem in problems if problem is not None]
     if damaged and not whole:
-        raise StorageCorruptError(damaged[0], BEGIN_ANEW)
+        raise StorageCorruptError(damaged[0], user_calls().begin_anew)
     if damaged:
         warnings.warn(f"{damaged[0]} Going on from step {whole[0].step}.", stacklevel=3)
     return whole

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.storage.extents import ExtentMap
 from lightning_smartinfinity.storage.folders.lock import KEPT, is_locked, read_lock
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, read_manifest
@@ -216,7 +217,7 @@ def _of_interrupted(item: Shortfall) -> str:
         return ""
     return (
         f"{_readable(item.resumable_bytes)} there belong to earlier trainings, which smart-infinity jobs"
-        f" {item.paths[0]} lists: resume one with ckpt_path='storage', or remove it. "
+        f" {item.paths[0]} lists: resume one with {user_calls().from_storage}, or remove it. "
     )
 
 

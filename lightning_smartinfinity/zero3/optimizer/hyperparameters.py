@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.zero3.untyped import ParamGroup, SavedState
 
-__all__ = ["describe_changes", "values_of"]
+__all__ = ["describe_changes", "values_of", "warn_of_changes"]
 
-# Derived from the learning rate, which is described instead.
-_DERIVED = frozenset({"initial_lr", "min_lr", "params"})
+# Derived from the learning rate, which is described instead; or without effect on results.
+_NOT_COMPARED = frozenset({"initial_lr", "min_lr", "params", "capturable", "differentiable", "foreach", "fused"})
+_OF_SCHEDULES = frozenset({"betas", "momentum"})  # some schedulers change them, too
 
 
 def values_of(groups: Sequence[ParamGroup]) -> list[SavedState]:
@@ -33,8 +37,41 @@ def describe_changes(saved: Sequence[SavedState], own: Sequence[SavedState]) -> 
         (f"{key}={_shown(now[key])}{f' (parameter group {number})' if several else ''}", f"{key}={_shown(before[key])}")
         for number, (before, now) in enumerate(zip(saved, own, strict=False))
         for key in now
-        if key in before and key not in _DERIVED and _shown(before[key]) != _shown(now[key])
+        if key in before and key not in _NOT_COMPARED and _shown(before[key]) != _shown(now[key])
     ]
+
+
+def warn_of_changes(saved: Sequence[SavedState], own: Sequence[SavedState], *, in_checkpoint: bool = False) -> None:
+    """Warn on the first rank if a resumed training keeps other hyperparameters than the script sets.
+
+    Args:
+        saved: Values of the groups with which the training began, or values in a checkpoint, from before its schedule
+            if it has one. Then values that a schedule may have changed are left out.
+        own: Values that the script gives them now.
+        in_checkpoint: Whether they are those in a checkpoint.
+    """
+    by_code = in_checkpoint and not any("initial_lr" in group for group in saved)
+    if in_checkpoint and not by_code:
+        saved = [_unscheduled(group, present) for group, present in zip(saved, own, strict=True)]
+    changes = describe_changes(saved, own)
+    if not changes or dist.get_rank() != 0:
+        return
+    now, before = (", ".join(dict.fromkeys(column)) for column in zip(*changes, strict=True))
+    warnings.warn(
+        f"The script sets {now}, but the training that it resumes {'was saved' if by_code else 'began'} with {before}, "
+        f"and keeps that. To train on with the new value{'s' if changes[1:] else ''}, {user_calls().changes}."
+        f"{' Leave it if your scheduler or code has changed the value during the training.' if by_code else ''}",
+        stacklevel=4,
+    )
+
+
+def _unscheduled(saved: SavedState, own: SavedState) -> SavedState:
+    """Return the values of a saved group that no schedule has changed, and its learning rate from before the schedule.
+
+    A OneCycleLR sets a first rate of its own. If the script makes it after the load, the rates cannot be compared.
+    """
+    left_out = {*_OF_SCHEDULES, *(("lr", "initial_lr") if "max_lr" in saved.keys() - own.keys() else ())}
+    return {key: value for key, value in saved.items() if key not in left_out}
 
 
 def _before_schedule(group: SavedState) -> SavedState:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.errors import RankLostError, RanksDivergedError
 from lightning_smartinfinity.native import RankNotice, RankWatch, ending_seconds
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.zero3.ranks.locations import PlaceWatch, cut_connections, known_sockets, noting_waits
 
 __all__ = [
@@ -260,8 +261,7 @@ def saving() -> Iterator[None]:
 def _error(watch: _Watch, notice: RankNotice) -> RankLostError:
     return RankLostError(
         f"Rank {notice.rank} on {watch.hosts[notice.rank]} {notice.why}; rank {dist.get_rank()} cannot go on alone.",
-        "Look at that rank's own output and at the kernel log of its machine, and resume with ckpt_path='storage', or "
-        "from the last checkpoint.",
+        f"See that rank's output and the kernel log there. Resume with {user_calls().from_storage} or a checkpoint.",
     )
 
 

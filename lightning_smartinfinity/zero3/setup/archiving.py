@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.storage import SpaceRequest
 from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE
 from lightning_smartinfinity.storage.io.deadlines import in_time, io_limit
@@ -74,8 +75,9 @@ def _told(plan: Plan) -> str:
         lost = ", ".join(plan.lost_storage)
         return (
             f"{path!r} holds a part of an interrupted training, whose part in {lost} cannot be found. Nothing was "
-            f"deleted: what is here was moved to the job {job!r}. To resume it, mount {lost}, and fit with "
-            f"ckpt_path='storage' and transfer={{'job': {job!r}}}. The next one that is moved replaces it; {removal}"
+            f"deleted: what is here was moved to the job {job!r}. To resume it, mount {lost}, and train with "
+            f"{user_calls().from_storage} and transfer={{'job': {job!r}}}. The next one that is moved replaces it; "
+            f"{removal}"
         )
     if plan.is_damaged:
         return (
@@ -90,7 +92,7 @@ def _told(plan: Plan) -> str:
         replaced = ", and replaced the one there, which was damaged or incomplete"
     return (
         f"{path!r} holds a training that was interrupted after step {plan.step}. It was moved to the job {job!r}"
-        f"{replaced}. The next one that is moved replaces it. To resume it, fit with ckpt_path='storage' and "
+        f"{replaced}. The next one that is moved replaces it. To resume it, train with {user_calls().from_storage} and "
         f"transfer={{'job': {job!r}}}; {removal}"
     )
 

@@ -15,12 +15,12 @@ from torch.distributed import ProcessGroup
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
 from lightning_smartinfinity.pipeline.rules import UpdateRule
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.storage import StateStore, StoreDescription, find_resumable, recover_store
 from lightning_smartinfinity.storage.folders.manifest import Manifest
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.storage.state.parts import first_manifest
-from lightning_smartinfinity.storage.state.recovery import BEGIN_ANEW
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup.update_device import takes_tasklets
@@ -165,7 +165,7 @@ def newest_common(points: Sequence[set[tuple[int, int, bytes]]], settings: Offlo
         raise CheckpointError(
             f"There is no training to resume in {', '.join(map(str, settings.storage))} (job {settings.transfer.job!r})"
             ": the processes have no training record in common, as if none had completed a step.",
-            BEGIN_ANEW,
+            user_calls().begin_anew,
         )
     return max(common)
 

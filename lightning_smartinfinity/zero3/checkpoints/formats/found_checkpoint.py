@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import id_of, time_of
 from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import put_one_in_place
@@ -216,7 +217,7 @@ def _require_one_save(found: Sequence[_Seen]) -> None:
         raise CheckpointError(
             f"{found[dist.get_rank()].folder} has parts of different saves, and none is whole on all machines: "
             f"{', '.join(parts)}.",
-            "Use another checkpoint, or resume from storage (ckpt_path='storage').",
+            f"Use another checkpoint, or resume from storage ({user_calls().from_storage}).",
         )
 
 
