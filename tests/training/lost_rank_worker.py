@@ -12,6 +12,7 @@ import argparse
 import itertools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,8 +29,9 @@ from lightning_smartinfinity.storage import StateStore
 from lightning_smartinfinity.storage.io import deadlines as in_time
 from lightning_smartinfinity.storage.state import state_store
 from lightning_smartinfinity.storage.tensors.tensor_files import UnnamedFiles
+from tests.helpers import fuse
 from tests.helpers.models import Recipe
-from tests.helpers.nodes import become_node
+from tests.helpers.nodes import become_node, mount_own
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.plain import Everything
 from tests.helpers.trainers import quiet_trainer
@@ -59,6 +61,15 @@ def _let_nothing_be_flushed() -> None:
     in_time.completed_requests = lambda _: 0  # other disks, and other processes, may be at work
 
 
+def _let_mount_hang() -> None:
+    """Let the file system hang at the next write."""
+    fuse.hang(_mounted(Path(sys.argv[1])), at="WRITE")
+
+
+def _mounted(folder: Path) -> Path:
+    return folder / "node1"
+
+
 def _never_return(*_: Any, **__: Any) -> Any:
     time.sleep(100 * IO_TIMEOUT)
 
@@ -69,6 +80,7 @@ CAUSES: dict[str, Callable[[], None]] = {
     "failed": _fail,
     "dead-disk": _let_no_disk_answer,
     "dead-disk-in-save": _let_nothing_be_flushed,
+    "dead-mount": _let_mount_hang,
 }
 
 
@@ -137,6 +149,11 @@ def main() -> None:
     folder, cause, doing = given.folder, given.cause, given.doing
     if given.made_up:
         become_node(int(os.environ["RANK"]), scratch=folder)
+    if cause == "dead-mount" and os.environ["RANK"] == "1":  # its storage is a real file system that hangs
+        for path in (folder / "disk", _mounted(folder)):
+            path.mkdir()
+        mount_own(folder, folder)
+        fuse.mount(folder / "disk", _mounted(folder))
     options: dict[str, Any] = {"overlap": "none"}
     if not given.default_limits:
         options |= {"watchdog_timeout": SILENCE, "transfer": TransferConfig(io_timeout=IO_TIMEOUT)}
