@@ -436,7 +436,9 @@ def files_of(folders: Sequence[Path], job: str) -> dict[str, bytes]:
         (0, 0, "lock", 1),
     ],
 )
-def test_one_flipped_bit_deletes_no_training(rank: int, device: int, name: str, step: int, folders: list[Path]) -> None:
+def test_one_flipped_bit_deletes_no_training(
+    rank: int, device: int, name: str, step: int, folders: list[Path], attack: Attack
+) -> None:
     """Whatever byte it is in, all parts of the training are moved, whether it can still be resumed or not."""
     leave(folders, step=7, ranks=2)
     file = folders[device] / JOB / f"rank-{rank:05d}" / name
@@ -447,6 +449,8 @@ def test_one_flipped_bit_deletes_no_training(rank: int, device: int, name: str, 
         assert (len(plan.moved), plan.deleted) == (4, ()), f"byte {number}"
         damaged.append(plan.is_damaged)
         file.write_bytes(content)
+    row = f"bit flip in {name} of an interrupted training, before a new one"
+    attack(row, tries=len(damaged), outcome="archived as a whole, nothing is deleted")
     unseen = name in ("state.bin", "lock")
     assert damaged and (all(damaged) or unseen or name == "commit.bin") and any(damaged) != unseen
     flipped(file, 8)
