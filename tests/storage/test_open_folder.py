@@ -315,7 +315,7 @@ def test_a_leftover_that_cannot_be_read(
     ("name", "every"),
     long_but([("lock", 7), ("manifest.json", 31)], [("lock", 7), ("manifest.json", 31), ("manifest.json", 7)]),
 )
-def test_no_bit_makes_a_kept_store_one_to_be_removed(tmp_path: Path, name: str, every: int) -> None:
+def test_no_bit_makes_a_kept_store_one_to_be_removed(tmp_path: Path, name: str, every: int, attack: Attack) -> None:
     """Lock and manifest both say that a store is kept, so whichever bit of one flips, the next job removes nothing."""
     store = create([tmp_path], keep=name == "lock")
     commit_generation(store, 0)
@@ -324,7 +324,9 @@ def test_no_bit_makes_a_kept_store_one_to_be_removed(tmp_path: Path, name: str, 
     folder = tmp_path / "default" / "rank-00000"
     before = power_loss.content(folder)
     others = {file: content for file, content in before.items() if file not in ("lock", name)}
-    for number in range(0, 8 * len(before[name]), every):
+    flips = range(0, 8 * len(before[name]), every)
+    attack(f"bit flip in {name} of a kept state, before the next training", tries=len(flips), outcome=REFUSED)
+    for number in flips:
         changed = bytearray(before[name])
         changed[number // 8] ^= 1 << number % 8
         (folder / name).write_bytes(changed)
