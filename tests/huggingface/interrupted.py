@@ -97,6 +97,10 @@ class Counting(transformers.TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"steps": self.steps, "evaluations": self.evaluations}}
 
 
+class CountingNow(Counting):
+    """Has no saved state."""
+
+
 def dropping(model: Any) -> Any:
     """Return the model with dropout."""
     for module in model.modules():
@@ -129,6 +133,8 @@ def train_interrupted(run: HuggingRun) -> Left:
     counting, logs = Counting(), list[list[Any]]()
 
     def watch(trainer: Any) -> None:
+        if run.resume == "storage":  # a callback that the interrupted training did not have
+            trainer.add_callback(CountingNow())
         trainer.add_callback(counting)
         log = trainer.log
 

@@ -153,9 +153,7 @@ class RecordedTraining:
         if self._loop is None:
             return epoch, num_batches
         trainer = self._trainer
-        for callback, (name, attributes) in zip(_exportable(trainer), self._loop["callbacks"], strict=False):
-            if name == type(callback).__name__:
-                vars(callback).update(attributes)
+        _restore_callbacks(_exportable(trainer), self._loop["callbacks"])
         states = type(trainer.state)(stateful_callbacks=[*_exportable(trainer), trainer.control])
         trainer.state.stateful_callbacks = states.stateful_callbacks  # saves replace the states of these names
         return (self._loop["epoch"], num_batches) if self._same_ranks else (epoch, num_batches)
@@ -302,6 +300,22 @@ class RecordedTraining:
 
 def _has_loop(trainer: Trainer) -> bool:
     return all(hasattr(trainer, name) for name in _METHODS)
+
+
+def _restore_callbacks(callbacks: list[Any], saved: list[list[Any]]) -> None:
+    """Give callbacks the saved states of their classes, as transformers does; several of one class in their order."""
+    rest = saved
+    for callback in callbacks:
+        state = next((state for state in rest if state[0] == type(callback).__name__), None)
+        if state is not None:
+            vars(callback).update(state[1])
+            rest = [other for other in rest if other is not state]
+    if rest:
+        warnings.warn(
+            f"The training that is resumed had callbacks that this one has not: {', '.join(name for name, _ in rest)}. "
+            "Their states are left out.",
+            stacklevel=2,
+        )
 
 
 def _exportable(trainer: Trainer) -> list[Any]:
