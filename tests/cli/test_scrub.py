@@ -23,7 +23,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.common import progress
-from lightning_smartinfinity.zero3.checkpoints.formats.optimizer_state import EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoints.formats.format_version import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import RANK_KEY, SAVE_ID
 from tests.cli.conftest import Cli
 from tests.cli.test_jobs import damage, left, refusing

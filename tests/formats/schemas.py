@@ -25,7 +25,7 @@ from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder
 from lightning_smartinfinity.storage.records import residual_file, training_record
 from lightning_smartinfinity.storage.records.training_record import RECORD_VERSION, read_training_records
 from lightning_smartinfinity.storage.state import commit_record
-from lightning_smartinfinity.zero3.checkpoints.formats.optimizer_state import CHECKPOINT_VERSION, EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoints.formats.format_version import CHECKPOINT_VERSION, EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import CHECKSUMS_VERSION
 from tests.formats.earlier import extracted, run
 from tests.helpers.universal import convert_by_command

@@ -15,11 +15,13 @@ from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW
 from lightning_smartinfinity.settings.wrong_names import did_you_mean
 from lightning_smartinfinity.storage.io.files import listed
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import LATEST, restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.formats.format_version import require_readable
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMAGE
 
 __all__ = [
     "OPTIMIZER_FILES",
     "has_latest",
+    "has_universal",
     "model_files",
     "optimizer_files",
     "reading_checkpoint",
@@ -93,6 +95,19 @@ def _not_found(path: str | Path) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"The checkpoint {path} does not exist.", remedy)
 
 
+def has_universal(path: Path) -> bool:
+    """Return whether a folder is a universal checkpoint.
+
+    Raises:
+        CheckpointError: It is one, and another version of this package wrote it in a format that is not read.
+    """
+    folder = path / "zero"
+    if not folder.is_dir():
+        return False
+    require_readable(folder / "optimizer_state.pt")
+    return True
+
+
 def tagged_folder(path: Path, tag: str | None = None) -> Path:
     """Return the folder that holds the processes' files: a subfolder of ``path``, or ``path`` itself.
 
@@ -102,8 +117,16 @@ def tagged_folder(path: Path, tag: str | None = None) -> Path:
 
     Raises:
         CheckpointNotFoundError: ``path`` does not exist.
-        CheckpointError: The subfolder does not exist, or ``path`` is a file.
+        CheckpointError: The subfolder does not exist, ``path`` is a file, or another version of this package wrote the
+            files in a format that is not read.
     """
+    folder = _tagged_folder(path, tag)
+    for file in sorted(optimizer_files(folder))[:1]:
+        require_readable(file)
+    return folder
+
+
+def _tagged_folder(path: Path, tag: str | None) -> Path:
     if not path.exists():
         raise _not_found(path)
     if not path.is_dir():

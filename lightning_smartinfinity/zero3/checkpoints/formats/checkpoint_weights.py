@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import (
+    has_universal,
     optimizer_files,
     reading_checkpoint,
     tagged_folder,
@@ -95,7 +96,7 @@ class CheckpointWeights(WeightSource):
 
 
 def _opened(path: Path) -> SavedWeights:
-    if (path / "zero").is_dir():
+    if has_universal(path):
         return UniversalFolder(path, rank=0, world_size=1)
     folder = tagged_folder(path)
     if not optimizer_files(folder):

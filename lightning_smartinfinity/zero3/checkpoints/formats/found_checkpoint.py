@@ -17,6 +17,7 @@ from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import id_of
 from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import put_one_in_place
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import (
     has_latest,
+    has_universal,
     model_files,
     optimizer_files,
     reading_checkpoint,
@@ -166,7 +167,7 @@ def saved_step(path: str | Path, key: str, *, needed: Collection[str]) -> int | 
         CheckpointError: The checkpoint is damaged, or it is no folder of ZeRO-3.
     """
     with reading_checkpoint(path):
-        folder = Path(path) if Path(path, "zero").is_dir() else tagged_folder(Path(path))
+        folder = Path(path) if has_universal(Path(path)) else tagged_folder(Path(path))
         files = model_files(folder)
         if not files:
             raise CheckpointError(f"{folder} holds no model states.", "Pass a ZeRO-3 checkpoint.")

@@ -24,11 +24,11 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import __version__
-from lightning_smartinfinity.common.versions import unreadable
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import loss_scaler_of, numbers_of
+from lightning_smartinfinity.zero3.checkpoints.formats.format_version import CHECKPOINT_VERSION, EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_residual import (
     SavedResidual,
     describe_residual,
@@ -43,8 +43,6 @@ from lightning_smartinfinity.zero3.ranks.collectives import raising_together, sh
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ParamGroup, SavedState
 
 __all__ = [
-    "CHECKPOINT_VERSION",
-    "EXTRA_KEY",
     "FILE",
     "ArrayWriter",
     "check_extra",
@@ -60,13 +58,6 @@ __all__ = [
 FILE = "smart_infinity_file"
 """Key of the path of the file that a state was read from."""
 
-EXTRA_KEY = "smart_infinity"
-"""Key of the entries that DeepSpeed's own format does not define."""
-
-CHECKPOINT_VERSION = 2
-"""Format version of what this strategy adds to checkpoints and universal folders; a change raises it."""
-
-_OLDEST_VERSION = 1
 _FP32_BYTES = 4
 
 
@@ -206,12 +197,8 @@ def check_extra(optimizer: StorageOptimizer, extra: SavedState, path: str | Path
         path: Path of the checkpoint, for the error.
 
     Raises:
-        CheckpointError: The format, optimizer or precision differs, or the checkpoint holds weights only.
+        CheckpointError: The optimizer or the precision differs, or the checkpoint holds weights only.
     """
-    version, reads = int(extra["version"]), (_OLDEST_VERSION, CHECKPOINT_VERSION)
-    if not reads[0] <= version <= reads[1]:
-        problem, remedy = unreadable(str(path), version=version, reads=reads, writer=str(extra.get("package", "")))
-        raise CheckpointError(problem, f"{remedy}.")
     require_resumable(extra, path)
     if extra["optimizer"] != optimizer.rule.name:
         raise CheckpointError(

@@ -10,7 +10,7 @@ from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import Checksums
-from lightning_smartinfinity.zero3.checkpoints.formats.optimizer_state import EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoints.formats.format_version import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import SavedWeights
 from lightning_smartinfinity.zero3.checkpoints.formats.stock_checkpoint import STEP
 from lightning_smartinfinity.zero3.untyped import SavedState

@@ -20,6 +20,7 @@ from lightning_smartinfinity.storage.io.files import bounded
 from lightning_smartinfinity.storage.io.os_errors import storage_error
 from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import CHECKSUMS_NAME
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import (
+    has_universal,
     optimizer_files,
     reading_checkpoint,
     require_latest,
@@ -101,7 +102,7 @@ def _scrub_file(path: Path, found: ScrubbedCheckpoint, show: Show) -> None:
 
 
 def _scrub_folder(path: Path, found: ScrubbedCheckpoint, show: Show) -> None:
-    universal = (path / "zero").is_dir()
+    universal = has_universal(path)
     folder = path if universal else tagged_folder(path)
     _require_listable(folder)
     files = sorted(folder.rglob("*.pt"))

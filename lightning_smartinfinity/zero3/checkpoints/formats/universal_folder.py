@@ -36,6 +36,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import (
     SavedArray,
     VerifiedBlocks,
 )
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import has_universal
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_training import MASTERS, SavedTraining
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import (
     SAVE_ID,
@@ -55,10 +56,14 @@ _NUM_MAPPED = 8  # files: enough for all arrays of one parameter
 
 
 def is_universal(path: str | Path) -> bool:
-    """Return whether any rank finds a universal checkpoint in a folder. Collective: all ranks get the same result."""
-    folder, found = Path(path) / "zero", False
+    """Return whether any rank finds a universal checkpoint in a folder. Collective: all ranks get the same result.
+
+    Raises:
+        CheckpointError: Another version of this package wrote it in a format that is not read; raised on every rank.
+    """
+    found = False
     with raising_together():
-        found = limited("Looking at", folder, folder.is_dir)
+        found = limited("Looking at", path, has_universal, Path(path))
     return any(gather(found, None))
 
 

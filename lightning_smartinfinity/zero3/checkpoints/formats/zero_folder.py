@@ -27,8 +27,9 @@ from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import 
     optimizer_files,
     reading_checkpoint,
 )
+from lightning_smartinfinity.zero3.checkpoints.formats.format_version import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import FoundCheckpoint
-from lightning_smartinfinity.zero3.checkpoints.formats.optimizer_state import EXTRA_KEY, require_resumable
+from lightning_smartinfinity.zero3.checkpoints.formats.optimizer_state import require_resumable
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_training import MASTERS, SavedTraining
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import (
     SAVE_ID,
