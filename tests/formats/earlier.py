@@ -1,7 +1,7 @@
 """Writes what tests of earlier versions read: ``python -m tests.formats.earlier write NAME [KIND...]``.
 
-``data/NAME.tar.xz`` then holds the storage of a fit that was killed, a checkpoint, a universal folder, an export, and
-the values that were in them. Files of a released version stay as they are: what is written anew gets another name.
+``data/NAME.tar.xz`` then holds the storage of a fit that was killed, a checkpoint, a universal folder, exports, and the
+values that were in them. Files of a released version stay as they are: what is written anew gets another name.
 
 To write with an earlier commit, install that commit into an environment of its own, copy the folder ``tests`` to where
 no package lies beside it, remove this package's modules from ``PRELOADED`` of ``tests/helpers/fork_server.py``, and run
@@ -26,6 +26,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_smartinfinity import SmartInfinityStrategy, TopK
+from lightning_smartinfinity.cli import main
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import convert_by_command
@@ -53,6 +54,7 @@ ARCHIVES: Mapping[str, Sequence[str]] = {
     "2026-11-25": ["plain"],
     "2026-11-25-evening": ["plain", "compressed", "two processes"],
     "2026-11-29": list(KINDS),
+    "0.1.0.dev5": ["compressed"],
 }
 """The archives, and the kinds of trainings in them. The commits that wrote them, and what differs from later ones:
 
@@ -61,6 +63,7 @@ ARCHIVES: Mapping[str, Sequence[str]] = {
 - 02735895: training records of version 2, smaller tasklets.
 - f238a832: training records of version 3 that keep the loaders' positions in the fit loop, smaller tasklets.
 - e0aab2a0: training records of version 3, manifests of version 4, checkpoints of version 1.
+- e81dd785: training records of version 4, manifests of version 5, checkpoints of version 2, exports with checksums.
 """
 
 
@@ -150,6 +153,13 @@ def fit_and_save(kind: str, folder: Path) -> None:
     fitted(kind, folder / "saved", on_train_batch_end=hook, on_train_end=partial(_note_batches, folder / "batches.pt"))
 
 
+def converted(folder: Path) -> Path:
+    """Convert the saved checkpoint to a universal one and to an export for Lightning, and return the folder."""
+    convert_by_command(folder / "checkpoint", folder / "universal")
+    assert main(["export", str(folder / "checkpoint"), str(folder / "export.ckpt"), "--to", "lightning"]) == 0
+    return folder
+
+
 def read(kind: str, folder: Path, *sources: str) -> None:
     """Go on from each thing that was written, and note the values with which that begins, and the batches."""
     for source in sources:
@@ -190,7 +200,7 @@ def write(name: str, *kinds: str) -> None:
             run("fit_and_save", kind, folder)
             for left in (folder / "saved", folder / "run" / "kept"):
                 shutil.rmtree(left, ignore_errors=True)
-            convert_by_command(folder / "checkpoint", folder / "universal")
+            converted(folder)
         DATA.mkdir(exist_ok=True)
         with tarfile.open(DATA / f"{name}.tar.xz", "w:xz") as archive:
             archive.add(written, ".")

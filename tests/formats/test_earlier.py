@@ -94,8 +94,11 @@ def test_a_record_that_cannot_be_read_moves_nothing(archive: str, kind: str, fol
 
 @pytest.mark.parametrize(("archive", "kind"), WRITTEN)
 def test_it_is_exported(archive: str, kind: str, folder: Path) -> None:
-    """A checkpoint's weights are exported as they were then."""
+    """A checkpoint's weights are exported as they were then. Exports of then that have checksums are whole."""
     assert main(["export", str(folder / "checkpoint"), str(folder / "now")]) == 0
+    for export in ("export", "export.ckpt"):
+        if (folder / "export.ckpt").exists():
+            assert main(["scrub", str(folder / export), "--quiet"]) == 0
     expected = load_file(folder / "export" / "model.safetensors")
     found = load_file(folder / "now" / "model.safetensors")
     assert found.keys() == expected.keys()
