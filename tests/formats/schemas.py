@@ -18,20 +18,33 @@ import numpy as np
 import torch
 
 from lightning_smartinfinity import __version__
+from lightning_smartinfinity.export.checksums import CHECKSUMS_NAME
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.resume.random_states import RNG_KEY
 from lightning_smartinfinity.resume.record_content import read_content
 from lightning_smartinfinity.storage.folders.manifest import FORMAT_VERSION, MANIFEST_NAME, read_manifest
 from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder
 from lightning_smartinfinity.storage.records import residual_file, training_record
-from lightning_smartinfinity.storage.records.training_record import RECORD_VERSION, read_training_records
+from lightning_smartinfinity.storage.records.training_record import (
+    RECORD_VERSION,
+    TrainingRecord,
+    read_training_records,
+)
 from lightning_smartinfinity.storage.state import commit_record
 from lightning_smartinfinity.zero3.checkpoints.formats.format_version import CHECKPOINT_VERSION, EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import CHECKSUMS_VERSION
-from tests.formats.earlier import extracted, run
-from tests.helpers.universal import convert_by_command
+from lightning_smartinfinity.zero3.checkpoints.formats.whole_file import CHECKSUMS_KEY
+from tests.fabric.storage_worker import FabricRun
+from tests.fabric.storage_worker import launch as launch_fabric
+from tests.formats.earlier import converted, extracted, run
+from tests.helpers.model_folder import make_model_folder
+from tests.huggingface.interrupted import HuggingRun
+from tests.huggingface.interrupted import launch as launch_transformers
 
 STORED = Path(__file__).parent / "schemas.json"
 KIND = "compressed"
+OTHERS = ("fabric", "transformers")
+"""Folders of trainings by Fabric and by transformers, which are described by their records alone."""
 ARCHIVED = "2026-11-29"
 """The archive whose schemas are stored, too: those of an archived version never change."""
 
@@ -66,16 +79,26 @@ def written(folder: Path) -> Path:
     (folder / "run").mkdir()
     run("fit_and_die", KIND, folder)
     run("fit_and_save", KIND, folder)
-    convert_by_command(folder / "checkpoint", folder / "universal")
-    return folder
+    fabric, transformers = (str(folder / name) for name in OTHERS)
+    launch_fabric(FabricRun(fabric, kill_step=2))
+    model = str(make_model_folder(folder / "model"))
+    launch_transformers(
+        HuggingRun(
+            transformers,
+            model,
+            how="kill",
+            method="training_step",
+            step=2,
+            strategy={"storage": f"{transformers}/storage"},
+        )
+    )
+    return converted(folder)
 
 
 def schemas_of(folder: Path) -> Schemas:
     """Return the schema of each record that a training has written, by kind and format version."""
-    rank_folder = folder / "run" / "storage" / "default" / "rank-00000"
-    values = json.loads((rank_folder / MANIFEST_NAME).read_text())
-    with closing(open_rank_folder(rank_folder)) as opened:
-        (record, *_) = read_training_records(opened, identity=read_manifest(opened).identity)
+    values = json.loads((_rank_folder(folder / "run") / MANIFEST_NAME).read_text())
+    record = _newest_record(folder / "run")
     engine, loop = read_content(record)
     (optimizer_file,) = (folder / "checkpoint").rglob("*optim_states.pt")
     universal_file = folder / "universal" / "zero" / "optimizer_state.pt"
@@ -96,6 +119,7 @@ def schemas_of(folder: Path) -> Schemas:
                 "residual": residual_file._FORMAT._header.format,
                 "engine": {key: schema(value, depth=int(key == "counters")) for key, value in engine.items()},
                 "loop": schema({**loop, "checkpoint": {}, "books": list(loop.get("books", {}).values())}),
+                **_other_loops(folder),
             }
         },
         "checkpoint": {
@@ -109,7 +133,43 @@ def schemas_of(folder: Path) -> Schemas:
                 "universal optimizer states": _ours(of_universal),
             }
         },
+        **_checksums_of_exports(folder),
     }
+
+
+def _rank_folder(run: Path) -> Path:
+    (folder,) = run.glob("storage/*/rank-00000")
+    return folder
+
+
+def _newest_record(run: Path) -> TrainingRecord:
+    with closing(open_rank_folder(_rank_folder(run))) as opened:
+        return read_training_records(opened, identity=read_manifest(opened).identity)[0]
+
+
+def _other_loops(folder: Path) -> dict[str, Any]:
+    """Return the schemas of the loop's part in the records of :data:`OTHERS`, if there are any."""
+    if not (folder / "fabric").exists():
+        return {}
+    (_, of_fabric), (_, of_transformers) = (read_content(_newest_record(folder / name)) for name in OTHERS)
+    ours = ("batches", "control", "pending", "random", "running", RNG_KEY)  # the rest is of transformers and torch
+    described = [
+        {key: schema(value, depth=8 if key in ours else 0) for key, value in loop.items()}
+        for loop in (of_fabric, of_transformers)
+    ]
+    return {f"loop of {name}": loop for name, loop in zip(OTHERS, described, strict=True)}
+
+
+def _checksums_of_exports(folder: Path) -> Schemas:
+    """Return the schemas of the checksums in exports for transformers and for Lightning, if they have some."""
+    if not (folder / "export" / CHECKSUMS_NAME).exists():
+        return {}
+    saved = json.loads((folder / "export" / CHECKSUMS_NAME).read_text())
+    (parts,) = saved["files"].values()
+    in_file = torch.load(folder / "export.ckpt", weights_only=True)[CHECKSUMS_KEY]
+    assert saved["version"] == in_file["version"]
+    described = {"file": schema({**saved, "files": sorted(parts)}), "parts": schema([*parts.values()])}
+    return {"checksums": {str(saved["version"]): {**described, "entry": schema(in_file)}}}
 
 
 def _names_only(groups: list[Any]) -> list[Any]:
@@ -138,6 +198,6 @@ def stored() -> Schemas:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as now, tempfile.TemporaryDirectory() as then:
         found = [schemas_of(extracted(ARCHIVED, Path(then)) / KIND), schemas_of(written(Path(now)))]
-    merged = {kind: {**found[0][kind], **found[1][kind]} for kind in found[0]}
+    merged = {kind: {**found[0].get(kind, {}), **schemas} for kind, schemas in found[1].items()}
     merged[PACKAGES] = {__version__: NUMBERS, **stored()[PACKAGES]}  # those of a version never change
     STORED.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
