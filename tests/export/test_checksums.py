@@ -7,6 +7,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from lightning_smartinfinity.zero3.checkpoints.formats import part_checksums, wh
 from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import PartChecksums
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMAGE
 from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import TensorSpec
 from lightning_smartinfinity.zero3.checkpoints.formats.whole_file import CHECKSUMS_KEY, load_verified
 from tests.export.models import Trained
 from tests.helpers.attacks import Attack
@@ -68,15 +68,11 @@ def read(folder: Path, expected: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     source, found = OriginalWeights(folder, prefix="none"), {}
     for name, value in expected.items():
         spec = source.spec(name, value.shape)
-        found[name] = joined(source, name, spec)
+        flat = torch.empty(spec.numel, dtype=spec.dtype)
+        for begin, values in source.windows(name, spec):
+            flat[begin : begin + len(values)] = values
+        found[name] = flat.reshape(spec.shape)
     return found
-
-
-def joined(source: OriginalWeights, name: str, spec: TensorSpec) -> torch.Tensor:
-    flat = torch.empty(spec.numel, dtype=spec.dtype)
-    for begin, values in source.windows(name, spec):
-        flat[begin : begin + len(values)] = values
-    return flat.reshape(spec.shape)
 
 
 def same(first: Any, second: Any) -> bool:
@@ -91,78 +87,44 @@ def same(first: Any, second: Any) -> bool:
 # ---- flipped bits
 
 
-def flip(file: Path, generator: random.Random) -> None:
+def flipped(content: bytes, generator: random.Random) -> bytes:
     """Flip a bit, half of the time in the first KiB, where names, shapes and dtypes are."""
-    content = bytearray(file.read_bytes())
-    position = generator.randrange(min(len(content), generator.choice((1024, len(content)))))
-    content[position] ^= 1 << generator.randrange(8)
-    file.write_bytes(content)
+    at = generator.randrange(min(len(content), generator.choice((1024, len(content)))))
+    return content[:at] + bytes([content[at] ^ 1 << generator.randrange(8)]) + content[at + 1 :]
 
 
-def silent(files: list[Path], load: Callable[[], Any], scrub: Callable[[], list[str]], tries: int) -> tuple[int, list]:
-    """Flip bits one by one, and return how many were refused, and a description of each that changed what is read.
+@pytest.mark.parametrize("tries", [12, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("to", ["safetensors", "Lightning"])
+def test_flipped_bits(to: str, tries: int, folder: Path, trained: Train, tmp_path: Path, attack: Attack) -> None:
+    """In headers, tensors, the index and the checksums, of a folder or a file: none is read silently.
 
     A scrub reports each that is refused.
     """
-    expected, refused, unnoticed = load(), 0, []
+    files, load = (
+        [*shards_of(folder), folder / INDEX, folder / CHECKSUMS_NAME],
+        partial(read, folder, weights_of(folder)),
+    )
+    scrub: Callable[..., Any] = partial(scrub_export, folder)
+    if to == "Lightning":
+        files = [tmp_path / "lit.ckpt"]
+        export_checkpoint(trained("llama").checkpoint, files[0], ExportSettings(to="lightning"))
+        load, scrub = partial(load_verified, torch.load, files[0]), partial(scrub_checkpoint, files[0])
+    expected, refused = load(), 0
     for number in range(tries):
-        generator = random.Random(number)
         file = files[number % len(files)]
         whole = file.read_bytes()
-        flip(file, generator)
+        file.write_bytes(flipped(whole, random.Random(number)))
         try:
-            if not same(load(), expected):
-                unnoticed.append((file.name, number))
+            found = load()
         except (CheckpointError, *DAMAGE):
             refused += 1
-            assert scrub(), (file.name, number)
+            assert scrub(show=hidden).damaged, (file.name, number)
+        else:
+            assert same(found, expected), (file.name, number)
         file.write_bytes(whole)
-    return refused, unnoticed
-
-
-@pytest.fixture(params=[12, pytest.param(200, marks=pytest.mark.long)])
-def tries(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-OUTCOME = "an error before a value is used, or nothing that is read changes"
-
-
-def test_flipped_bits_of_a_folder(tries: int, folder: Path, attack: Attack) -> None:
-    """In headers, tensors, the index and the checksums themselves: none is read silently."""
-    expected = weights_of(folder)
-    files = [*shards_of(folder), folder / INDEX, folder / CHECKSUMS_NAME]
-    refused, unnoticed = silent(
-        files, lambda: read(folder, expected), lambda: scrub_export(folder, show=hidden).damaged, tries
-    )
-    assert not unnoticed
-    assert refused > 0.9 * tries  # all but spaces of the JSON
-    attack("bit flip in an export to safetensors", tries=tries, outcome=OUTCOME)
-
-
-def load_lightning(file: Path) -> Any:
-    """Load a file as the Trainer does."""
-
-    def load(path: Path, weights_only: bool) -> Any:
-        return torch.load(path, weights_only=weights_only)
-
-    return load_verified(load, file)
-
-
-def test_flipped_bits_of_a_file(
-    tries: int, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack
-) -> None:
-    """Of a file for Lightning: none is read silently."""
-    checkpoint = trained("llama").checkpoint
-    small_blocks(monkeypatch, 1024)
-    file = tmp_path / "lit.ckpt"
-    export_checkpoint(checkpoint, file, ExportSettings(to="lightning"))
-    refused, unnoticed = silent(
-        [file], lambda: load_lightning(file), lambda: scrub_checkpoint(file, show=hidden).damaged, tries
-    )
-    assert not unnoticed
-    assert refused > 0.8 * tries  # all but padding, times and the like
-    attack("bit flip in an export to Lightning", tries=tries, outcome=OUTCOME)
+    assert refused > 0.8 * tries  # all but spaces of the JSON, padding, times and the like
+    outcome = "an error before a value is used, or nothing that is read changes"
+    attack(f"bit flip in an export to {to}", tries=tries, outcome=outcome)
 
 
 def test_a_file_that_was_changed(trained: Train, tmp_path: Path) -> None:
@@ -173,7 +135,7 @@ def test_a_file_that_was_changed(trained: Train, tmp_path: Path) -> None:
     file = tmp_path / "lit.ckpt"
     export_checkpoint(trained("llama").checkpoint, file, ExportSettings(to="lightning"))
     content = torch.load(file)
-    assert CHECKSUMS_KEY not in load_lightning(file)
+    assert CHECKSUMS_KEY not in load_verified(torch.load, file)
     name = "inner.model.lm_head.weight"
     flipped = Path(shutil.copy(file, tmp_path / "flipped.ckpt"))
     flip_bit_behind(content["state_dict"][name].numpy().tobytes()[:64], flipped)
@@ -185,10 +147,10 @@ def test_a_file_that_was_changed(trained: Train, tmp_path: Path) -> None:
     content["state_dict"][name] += 1
     del content["state_dict"]["scale"]
     torch.save(content, file)
-    assert torch.equal(load_lightning(file)["state_dict"][name], content["state_dict"][name])
+    assert torch.equal(load_verified(torch.load, file)["state_dict"][name], content["state_dict"][name])
     flip_bit_behind(content["state_dict"][name].numpy().tobytes()[:64], file)
     with pytest.raises(CheckpointError, match=r"lit\.ckpt is damaged: Bad CRC-32"):
-        load_lightning(file)
+        load_verified(torch.load, file)
 
 
 # ---- what users do with exports
