@@ -343,11 +343,11 @@ def test_free_space_is_checked_first(to: str, trained: Train, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("to", ["safetensors", "lightning"])
-@pytest.mark.parametrize("moment", ["writing", "replacing"])
+@pytest.mark.parametrize("moment", long_but(["2", "replacing"], [*map(str, range(8)), "replacing"]))
 def test_a_killed_export_leaves_nothing_under_its_name(
     moment: str, to: str, trained: Train, tmp_path: Path, attack: Attack
 ) -> None:
-    """A process that is killed while it writes, or before the last rename, leaves no OUT; the next export is whole."""
+    """A process that is killed after some writes, or before the last rename, leaves no OUT; the next one is whole."""
     attack("kill within an export", tries=1, outcome="nothing is left under its name")
     checkpoint, out = trained("llama").checkpoint, tmp_path / "out"
     killed = run_module("tests.export.worker", "killed", moment, checkpoint, out, to)

@@ -46,10 +46,10 @@ def fail() -> None:
 
 
 def killed(moment: str, checkpoint: str, out: str, to: str) -> None:
-    """Export a checkpoint by the command, and be killed while it writes, or before it replaces."""
-    if moment == "writing":
+    """Export a checkpoint by the command, and be killed after a number of writes, or before it replaces."""
+    if moment != "replacing":
         for writer in (shards.Shards, _Streams):
-            writer.write = after(2, writer.write, kill)  # type: ignore[method-assign]
+            writer.write = after(int(moment), writer.write, kill)  # type: ignore[method-assign]
     else:
         destination.put_in_place = after(0, destination.put_in_place, kill)  # type: ignore[attr-defined]
     sys.exit(command(["export", checkpoint, out, "--to", to]))
