@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shutil
-import signal
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,34 +25,17 @@ from lightning_smartinfinity import (
     ConfigError,
     SmartInfinityStrategy,
     StorageCorruptError,
+    StorageError,
 )
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import checkpoints_of
 from lightning_smartinfinity.resume.schedules import advance_when_loaded
 from lightning_smartinfinity.settings.options import OF_FABRIC, OF_TRAINER, OF_TRANSFORMERS, refuse_unknown
-from tests.helpers.attacks import Attack
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.stock.systems import Hook
-from tests.training.storage_worker import StorageRun, end_of, launch, steps_of
 
 START = "storage-or-new"
-
-
-def test_one_script_is_its_own_restart(tmp_path: Path, attack: Attack) -> None:
-    """The same command begins, resumes after kills and a signal, and ends as one that nothing interrupted."""
-    attack("kill or SIGTERM of a script with ckpt_path='storage-or-new'", tries=3, outcome="resumed to the bit")
-
-    def run(name: str, **moment: Any) -> int:
-        script = {"checkpoint": START, "transfer": {"keep": "on-failure"}, "epochs": 2}
-        return launch(StorageRun(out=str(tmp_path / name), storage=str(tmp_path / name / "st"), **script, **moment))[0]
-
-    assert run("straight") == 0
-    assert run("broken", kill_at="kill at step", kill_step=0) == -signal.SIGKILL  # before there is a step to resume
-    assert run("broken", kill_at="kill at step", kill_step=4, kill_after=0.005) == -signal.SIGKILL
-    run("broken", kill_at="term at batch end", kill_step=8)
-    assert run("broken") == 0
-    assert steps_of(tmp_path / "broken") == steps_of(tmp_path / "straight")
-    assert end_of(tmp_path / "broken") == end_of(tmp_path / "straight")
+SMALL = Recipe(depth=1, width=8)
 
 
 def fail(*_: object) -> None:
@@ -58,21 +43,36 @@ def fail(*_: object) -> None:
 
 
 class Script:
-    """Fits that save every two steps into one folder."""
+    """Fits that save every two steps into one folder.
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.saved = root, root / "saved"
+    Attributes:
+        trainer: The Trainer of the last fit.
+        module: Its module.
+    """
 
-    def fit(self, *, fails: int = -1, **settings: Any) -> str | None:
+    def __init__(self, root: Path, recipe: Recipe = SMALL) -> None:
+        self.root, self.saved, self.recipe = root, root / "saved", recipe
+
+    def fit(
+        self,
+        *,
+        fails: int = -1,
+        start: str | None = START,
+        storage: Any = None,
+        then: Callable[[Any], None] = fail,
+        transfer: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> str | None:
         """Fit as one start of the script does, and return what it resumed from."""
         saves = ModelCheckpoint(self.saved, filename="{step}", every_n_train_steps=2, save_top_k=-1, **settings)
-        trainer = quiet_trainer(
-            self.root, enable_checkpointing=True, callbacks=[saves, Hook(fails, fail)], max_steps=6, precision="32-true"
-        )
-        self.trainer = trainer
+        strategy = SmartInfinityStrategy(storage or self.root / "storage", transfer=transfer or {})
+        callbacks = [saves, Hook(fails, then)]
+        options = {"enable_checkpointing": True, "max_steps": 6, "precision": "32-true"}
+        self.trainer = quiet_trainer(self.root, strategy, callbacks=callbacks, **options)
+        self.module = LitTiny(self.recipe)
         with pytest.raises(RuntimeError, match="the user's") if fails >= 0 else nullcontext():
-            trainer.fit(LitTiny(Recipe()), ckpt_path=START)
-        return None if trainer.ckpt_path is None else Path(trainer.ckpt_path).name
+            self.trainer.fit(self.module, ckpt_path=start)
+        return None if self.trainer.ckpt_path is None else Path(self.trainer.ckpt_path).name
 
 
 def test_the_newest_is_resumed(
@@ -100,7 +100,7 @@ def test_the_newest_is_resumed(
     assert "removes that of an earlier interrupted training" not in caplog.text
     assert script.fit(fails=6) == "step=4.ckpt"  # as many steps as the record
     assert "--remove default.aside` removes that of an earlier interrupted training (" in caplog.text
-    module, trainer = LitTiny(Recipe()), quiet_trainer(tmp_path / "other", max_steps=2, precision="32-true")
+    module, trainer = LitTiny(SMALL), quiet_trainer(tmp_path / "other", max_steps=2, precision="32-true")
     with monkeypatch.context() as patch:
         patch.setattr(module, "configure_optimizers", fail)
         with pytest.raises(RuntimeError, match="the user's"):
@@ -131,11 +131,11 @@ def test_wrong_uses(tmp_path: Path) -> None:
     """Settings that keep nothing are refused, and so are evaluations; a misspelled word is guessed."""
     nothing = quiet_trainer(tmp_path, transfer={"keep": False})
     with pytest.raises(ConfigError, match=r"fit\(ckpt_path='storage-or-new'\) resumes from storage, but the settings"):
-        nothing.fit(LitTiny(Recipe()), ckpt_path=START)
+        nothing.fit(LitTiny(SMALL), ckpt_path=START)
     with pytest.raises(ConfigError, match=r"validate\(ckpt_path='storage-or-new'\) cannot work"):
-        quiet_trainer(tmp_path).validate(LitTiny(Recipe(validate=True)), ckpt_path=START)
+        quiet_trainer(tmp_path).validate(LitTiny(replace(SMALL, validate=True)), ckpt_path=START)
     with pytest.raises(CheckpointNotFoundError, match="Did you mean 'storage-or-new'"):
-        quiet_trainer(tmp_path).fit(LitTiny(Recipe()), ckpt_path="storage_or_new")
+        quiet_trainer(tmp_path).fit(LitTiny(SMALL), ckpt_path="storage_or_new")
     for remedies, told in ((OF_TRAINER, "fit"), (OF_FABRIC, "resume"), (OF_TRANSFORMERS, "train")):
         with pytest.raises(ConfigError, match=f"{told}.*storage-or-new"):
             refuse_unknown("Strategy", {"resume_from_checkpoint": START}, remedies=remedies)
@@ -164,7 +164,7 @@ def test_new_hyperparameters(tmp_path: Path) -> None:
         strategy = SmartInfinityStrategy(tmp_path / "storage")
         if new:
             strategy.use_new_hyperparameters()
-        module = Scheduled(Recipe(lr=lr, weight_decay=decay))
+        module = Scheduled(replace(SMALL, lr=lr, weight_decay=decay))
         trainer = quiet_trainer(tmp_path, strategy, callbacks=[Hook(fails, fail)], max_steps=6, precision="32-true")
         with pytest.raises(RuntimeError) if fails >= 0 else nullcontext():
             trainer.fit(module, ckpt_path=resume)
@@ -184,6 +184,8 @@ def test_new_hyperparameters(tmp_path: Path) -> None:
         warnings.filterwarnings("error", message="The script sets")
         new = values(0.08, new=True, decay=0.2)
         from_checkpoint = values(0.08, new=True, decay=0.2, resume=str(tmp_path / "saved.ckpt"))
+    with pytest.warns(UserWarning, match=r"sets lr=0.08, but the .* resumes began with lr=0.04, and keeps that\. To"):
+        assert values(0.08, decay=0.1, resume=str(tmp_path / "saved.ckpt"))[0][0] == 0.02
     assert [round(lr, 9) for lr, _ in old] == [0.04, 0.04, 0.02, 0.02, 0.02, 0.01]
     assert {decay for _, decay in old} == {0.1}
     assert new == [(0.02, 0.2), (0.02, 0.2)]
@@ -236,3 +238,33 @@ def test_a_plateau_keeps_its_counters() -> None:
     assert (now.best, now.num_bad_epochs, optimizers[1].param_groups[0]["lr"]) == (1.0, 1, 0.02)
     now.step(2.0)
     assert optimizers[1].param_groups[0]["lr"] == pytest.approx(0.002)
+
+
+def test_a_fit_goes_on_without_a_lost_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The error names the folder and the newest checkpoint. What it advises trains on, and what is left resumes later.
+
+    A scheduler that starts the same command again gets the same error, and needs to remove nothing. What no fit can
+    resume from is not advised.
+    """
+
+    def save_and_fail(trainer: Any) -> None:
+        trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+        trainer.strategy._training_engine.save_checkpoint(tmp_path / "engine.ckpt")
+        fail()
+
+    script, folders = Script(tmp_path, Recipe()), [tmp_path / name for name in "abc"]
+    script.fit(fails=5, start=None, storage=folders, then=save_and_fail)
+    folders[1].rename(tmp_path / "unmounted")
+    for _ in range(2):
+        with pytest.raises(StorageError, match=f"'{folders[1]}' lacks its part") as caught:
+            script.fit(start="storage", storage=folders)
+    (path,) = re.findall(r"ckpt_path='(.*?)'", caught.value.remedy)
+    (storage,) = re.findall(r"storage=(\[.*?\])", caught.value.remedy)
+    assert path == str(tmp_path / "saved/step=4.ckpt")
+    script.fit(start=path, storage=ast.literal_eval(storage))
+    assert len(script.module.losses) == 2
+    (told,) = [record.getMessage() for record in caplog.records if "cannot be found" in record.getMessage()]
+    assert f"whose part in '{folders[1]}'" in told and "moved to the job 'default.aside'" in told
+    (tmp_path / "unmounted").rename(folders[1])
+    script.fit(start="storage", storage=folders, transfer={"job": "default.aside"})
+    assert len(script.module.losses) in (1, 2)  # it may repeat the last step

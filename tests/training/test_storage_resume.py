@@ -111,6 +111,17 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_one_script_is_its_own_restart(straight: Path, tmp_path: Path, attack: Attack) -> None:
+    """The same command begins, resumes after kills and a signal, and ends as one that nothing interrupted."""
+    attack("kill or SIGTERM of a script with ckpt_path='storage-or-new'", tries=3, outcome="resumed to the bit")
+    script = {"checkpoint": "storage-or-new"}
+    run(tmp_path, kill_at="kill at step", kill_step=0, **script, ends=-signal.SIGKILL)  # there is no step to resume yet
+    run(tmp_path, kill_at="kill at step", kill_step=4, kill_after=0.005, **script, ends=-signal.SIGKILL)
+    run(tmp_path, kill_at="term at batch end", kill_step=8, **script)
+    run(tmp_path, **script, ends=0)
+    assert steps_of(tmp_path) == steps_of(straight) and end_of(tmp_path) == end_of(straight)
+
+
 @pytest.mark.parametrize("when", ["end", "saved end"])
 def test_an_error_after_the_fit(when: str, straight: Path, tmp_path: Path) -> None:
     """A script that fails before it saves what it has trained leaves the state, from which the fit ends at once."""
