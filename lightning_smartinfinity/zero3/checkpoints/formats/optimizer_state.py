@@ -37,6 +37,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.saved_residual import (
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import require_rank
 from lightning_smartinfinity.zero3.checkpoints.formats.stock_checkpoint import WITHOUT_ARRAYS, describe_stock
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile, TensorStream, room_for
+from lightning_smartinfinity.zero3.optimizer.hyperparameters import warn_of_changes
 from lightning_smartinfinity.zero3.optimizer.parameter_groups import saved_numbers
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.ranks.collectives import raising_together, show_on_rank_zero
@@ -313,10 +314,11 @@ def restore_groups(optimizer: StorageOptimizer, saved: Sequence[SavedState], *, 
         saved: The checkpoint's groups.
         ours: Whether this strategy saved them, or stock DeepSpeed.
     """
-    for number, values in zip(saved_numbers(optimizer, saved), saved, strict=True):
-        if optimizer.own_hyperparameters:
-            continue
-        group = optimizer.optimizer.param_groups[number]
+    groups = [optimizer.optimizer.param_groups[number] for number in saved_numbers(optimizer, saved)]
+    if optimizer.own_hyperparameters:
+        return
+    warn_of_changes(saved, groups, in_checkpoint=True)
+    for group, values in zip(groups, saved, strict=True):
         # DeepSpeed's own optimizers have settings that torch's do not have.
         group.update({key: value for key, value in values.items() if key != "params" and (ours or key in group)})
 
