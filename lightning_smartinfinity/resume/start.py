@@ -65,7 +65,7 @@ def steps_of(
                 raise CheckpointError(
                     f"{STORAGE_OR_NEW!r} starts from what is newest, and the step of {path} cannot be read. "
                     f"{error.problem}",
-                    "Move it to another folder, or name the checkpoint to resume from.",
+                    f"{error.remedy} Or move it to another folder, or name the checkpoint to resume from.",
                 ) from error
             if step is not None:
                 steps[path] = step

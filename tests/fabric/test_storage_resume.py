@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def test_wrong_uses(tmp_path: Path) -> None:
 def test_after_a_resumed_set_up_comes_the_load(tmp_path: Path) -> None:
     """Before it, neither backward nor record is possible; afterwards a second one reads a checkpoint.
 
-    A learning rate that the script has changed since then is told.
+    Hyperparameters that the script has changed are told. A checkpoint with an object of a class needs consent.
     """
     code, _ = launch(FabricRun(str(tmp_path), fail_step=2))
     assert code != 0
@@ -171,5 +172,17 @@ def test_after_a_resumed_set_up_comes_the_load(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] < 0.02
     with pytest.raises(CheckpointError):
         fabric.load("storage", state)
+    with pytest.warns(UserWarning, match="UserDict"):
+        fabric.save(tmp_path / "own.ckpt", {**state, "own": UserDict()})
     fabric.strategy.close()
     assert files(tmp_path / "storage") == []
+    fabric.strategy.resume("storage-or-new", checkpoints=[tmp_path / "own.ckpt"])
+    with pytest.raises(CheckpointError, match=r"weights_only=False to fabric\.strategy\.resume"):
+        fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    fabric.strategy.resume("storage-or-new", checkpoints=[tmp_path / "own.ckpt"], weights_only=False)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), weight_decay=0.3))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    with pytest.warns(UserWarning, match=r"sets weight_decay=0.3, but .* began with weight_decay=0.01, and keeps that"):
+        fabric.load("storage-or-new", state, weights_only=False)
+    assert state["step"] == 2
+    fabric.strategy.close()

@@ -37,14 +37,23 @@ class FabricFitRecord(FitRecord):
         self.checkpoint: str | None = None
         self._word = STORAGE
         self._checkpoints: tuple[str, ...] = ()
+        self._weights_only: bool | None = None
 
-    def ask(self, start: str, checkpoints: Sequence[str | Path], settings: StrategySettings) -> None:
+    def ask(
+        self,
+        start: str,
+        checkpoints: Sequence[str | Path],
+        settings: StrategySettings,
+        *,
+        weights_only: bool | None = None,
+    ) -> None:
         """Make the next set-up resume; the arguments are those of ``fabric.strategy.resume``.
 
         Raises:
             ConfigError: The settings keep nothing to resume from, or an argument is wrong.
         """
         check("fabric.strategy.resume", "start", start, one_of(STORAGE, STORAGE_OR_NEW))
+        check("fabric.strategy.resume", "weights_only", weights_only, optional(instance(bool)))
         if checkpoints and start == STORAGE:
             raise ConfigError(
                 "fabric.strategy.resume(checkpoints=...) chooses among them only with 'storage-or-new'.",
@@ -52,7 +61,7 @@ class FabricFitRecord(FitRecord):
             )
         passed = "" if start == STORAGE else repr(start)
         self.resume_next(settings.transfer, what=f"fabric.strategy.resume({passed})")
-        self._word, self._checkpoints = start, tuple(map(str, checkpoints))
+        self._word, self._checkpoints, self._weights_only = start, tuple(map(str, checkpoints)), weights_only
 
     def choose(self, settings: StrategySettings, *, removes_state: bool) -> None:
         """Decide where the training starts that is about to be set up. Collective.
@@ -63,8 +72,11 @@ class FabricFitRecord(FitRecord):
         """
         if not self.resumes or self._word == STORAGE:
             return
+        from lightning_smartinfinity.zero3.checkpoints.formats.trust import loading_policy
+
         paths = partial(filter, os.path.exists, self._checkpoints)
-        steps = steps_of(paths, "global_steps", settings=settings)
+        with loading_policy(self._weights_only, consent="weights_only=False to fabric.strategy.resume"):
+            steps = steps_of(paths, "global_steps", settings=settings)
         start: Start = choose_start(settings, steps, is_removed=removes_state)
         self.resumes, self.checkpoint = start.source is Source.STORAGE, start.checkpoint
         rank_zero_info(f"fabric.strategy.resume({STORAGE_OR_NEW!r}): {start.reason}")

@@ -126,26 +126,26 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
         self._deepspeed_engine = None
         self._fit_record = FabricFitRecord()
 
-    def resume(self, start: str = STORAGE, *, checkpoints: Sequence[str | Path] = ()) -> None:
+    def resume(
+        self, start: str = STORAGE, *, checkpoints: Sequence[str | Path] = (), weights_only: bool | None = None
+    ) -> None:
         """Make the next ``fabric.setup`` with an optimizer continue an interrupted training from storage.
 
         Then call ``fabric.load("storage", state)``: it restores the state that was last passed to :meth:`record`.
-
-        With ``"storage-or-new"`` the training resumes from the newest of storage and ``checkpoints``, by the number of
-        optimizer steps. Of the same number, a checkpoint is chosen. If there is neither, the training begins at step 0.
-        Call ``fabric.load("storage-or-new", state)`` after the set-up: it changes nothing if the training is new.
+        With ``"storage-or-new"`` it resumes from the newest of storage and ``checkpoints`` by optimizer steps (of equal
+        ones a checkpoint), or begins, where ``fabric.load("storage-or-new", state)`` changes nothing.
 
         Args:
             start: ``"storage"``, or ``"storage-or-new"``.
-            checkpoints: Paths that were passed to ``fabric.save``, for ``"storage-or-new"``. Those that do not exist
-                are left out.
+            checkpoints: Paths passed to ``fabric.save``, for ``"storage-or-new"``; missing ones do not count.
+            weights_only: As of ``fabric.load``, for reading the steps of ``checkpoints``.
 
         Raises:
             ConfigError: The settings keep nothing to resume from, or an argument is wrong.
             UnsupportedError: A training was set up already.
         """
         self._refuse_second_training("fabric.strategy.resume", "Call it before fabric.setup")
-        self._fit_record.ask(start, checkpoints, self._settings)
+        self._fit_record.ask(start, checkpoints, self._settings, weights_only=weights_only)
 
     def record(self, state: Mapping[str, Any]) -> None:
         """Write a training record, from which an interrupted training resumes after the last step.
