@@ -17,11 +17,12 @@ from tests.helpers.xrt import what_is_missing
 
 NO_BINDFS = "bindfs mounts nothing here"
 NO_CUDA = "no CUDA device"
+NO_FILE_SYSTEM = "this machine makes no file system of this kind"
 NO_LOOP_DEVICE = "this user may not mount an image file"
 NO_MOUNTS = "this user's processes may have no mounts of their own"
 NO_NAMESPACES = "this machine cannot be two"
 NO_ROOT = "this user cannot become another"
-ALLOWED_REASONS = (NO_BINDFS, NO_CUDA, NO_LOOP_DEVICE, NO_MOUNTS, NO_NAMESPACES, NO_ROOT)
+ALLOWED_REASONS = (NO_BINDFS, NO_CUDA, NO_FILE_SYSTEM, NO_LOOP_DEVICE, NO_MOUNTS, NO_NAMESPACES, NO_ROOT)
 
 
 def RunIf(
