@@ -183,7 +183,7 @@ def check_description(saved: StoreDescription, expected: StoreDescription, *, fi
     """
     if saved.optimizer != expected.optimizer:
         raise _differs("optimizer", saved.optimizer, expected.optimizer, "Use the same optimizer")
-    # Manifests before 0.1.0 have no shapes.
+    # Manifests from before 25 November 2026 have no shapes.
     unknown = {"shape"} if any("shape" not in parameter for parameter in saved.parameters) else set()
     before, now = (
         [
