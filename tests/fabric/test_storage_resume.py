@@ -132,6 +132,8 @@ def test_wrong_uses(tmp_path: Path) -> None:
     fabric.backward(model(torch.ones(1, 4)).sum())
     with pytest.raises(UnsupportedError, match="between backward and step"):
         fabric.strategy.record(state)
+    with pytest.warns(UserWarning, match="between backward and step, and holds no gradients"):
+        fabric.save(tmp_path / "between.ckpt", state)
     optimizer.step()
     with pytest.raises(UnsupportedError, match="0 models"):
         fabric.strategy.record({"step": 1})

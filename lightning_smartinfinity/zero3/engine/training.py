@@ -286,6 +286,8 @@ class SmartInfinityEngine(PortableEngine):
             if pinned is not None:
                 self.saves.complete(save, save_dir, left_open[0], pinned)
         self.optimizer.rank_state.keeping.saved = True
+        if self.global_rank == 0 and not self.resumed_from:  # else Lightning's Trainer, whose fit knows the batches
+            self.optimizer.rank_state.warn_of_gradients_left_out(save_dir)
         if self.optimizer.update.lost is not None and self.global_rank == 0:
             warnings.warn(
                 f"The checkpoint {save_dir} does not have the last step that was counted before: its update failed "
@@ -300,10 +302,9 @@ class SmartInfinityEngine(PortableEngine):
         """Note a checkpoint to resume from on storage if this context ends well, for when a storage folder is lost."""
         step, resumable = self.global_steps, not self.optimizer.saves_weights_only and self.resumed_from <= set(saved)
         yield
-        if not resumable:
-            return
-        with suppress(StorageError):  # the checkpoint itself is whole
-            self.optimizer.rank_state.handler.note_checkpoint(os.path.abspath(path), step=step)
+        if resumable:
+            with suppress(StorageError):  # the checkpoint itself is whole
+                self.optimizer.rank_state.handler.note_checkpoint(os.path.abspath(path), step=step)
 
     def _copy_recovery_script(self, save_path: str) -> None:
         # The base class calls this on rank zero only; if it raised there, the other ranks would wait. _write_beside

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Thread, current_thread
 from typing import NoReturn
 
@@ -220,6 +221,15 @@ class RankState:
             self._unusable_reason = f"a failed step could not be rolled back. {second}"
         if self._has_arena:
             self.arena.step_rolled_back()
+
+    def warn_of_gradients_left_out(self, path: str | Path) -> None:
+        """Warn if a checkpoint is saved while gradients wait for a step; no checkpoint holds gradients."""
+        if self._has_arena and self.arena.active.any():
+            warnings.warn(
+                f"The checkpoint {path} is saved between backward and step, and holds no gradients: a training that "
+                "resumes from it takes its first step without those that wait for the step. Save after the step.",
+                stacklevel=4,
+            )
 
     @property
     def residual(self) -> torch.Tensor | None:
