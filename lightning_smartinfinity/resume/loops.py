@@ -200,9 +200,12 @@ def warn_of_missing_gradients(trainer: Any, loops: dict[str, Any]) -> None:
         trainer: Trainer that resumes.
         loops: The value of ``"fit_loop"`` in the loops of the checkpoint.
     """
-    batch, num_batches = loops["epoch_loop.batch_progress"], trainer.accumulate_grad_batches
-    num_lost = batch["current"]["processed"] % num_batches
-    if num_lost == 0 or batch["is_last_batch"] or not trainer.is_global_zero:
+    num_batches = trainer.accumulate_grad_batches
+    num_lost = loops["epoch_loop.batch_progress"]["current"]["processed"] % num_batches
+    done = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    # Lightning zeroes gradients before the first batch of each step.
+    is_between = done["zero_grad"]["total"]["completed"] > done["step"]["total"]["completed"]
+    if num_lost == 0 or not is_between or not trainer.is_global_zero:
         return
     warnings.warn(
         f"The checkpoint was saved after {num_lost} of the {num_batches} batches of a step, and holds no gradients: "

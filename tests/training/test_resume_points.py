@@ -103,6 +103,22 @@ def test_gradients_that_a_checkpoint_leaves_out_are_warned_of(tmp_path: Path) ->
     told = [str(warning.message) for warning in caught if "holds no gradients" in str(warning.message)]
     assert ["those of batch 0 of epoch 0" in told[0], "those of batches 0 to 1 of epoch 0" in told[1]] == [True, True]
     assert len(told) == 2
+    with pytest.warns(UserWarning, match="saved after 2 of the 3 batches of a step, and holds no gradients"):
+        fit(LitRandom(), tmp_path, resume=tmp_path / "batch-0-2.ckpt", max_epochs=1, accumulate_grad_batches=3)
+
+
+class SavingAfterStep(LitRandom):
+    """Saves a checkpoint within each batch, after its step."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "step.ckpt"))
+
+
+def test_a_step_that_a_resumed_fit_repeats_is_warned_of(tmp_path: Path) -> None:
+    """A checkpoint that is saved within a batch, after its step, repeats the batch."""
+    with pytest.warns(UserWarning, match="within batch 1 of epoch 0, after its optimizer step"):
+        fit(SavingAfterStep(), tmp_path, max_epochs=1, limit_train_batches=2)
 
 
 def as_by_an_earlier_version(record: Any, patch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,9 @@ from lightning_smartinfinity.resume.loops import (
     load_loader_states,
     passed_to_run,
     warn_of_lost_gradients,
+    warn_of_missing_gradients,
     warn_of_other_processes,
+    warn_of_repeated_step,
     without_positions,
 )
 from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
@@ -93,6 +95,7 @@ class TrainerFitRecord(FitRecord):
         self._loaders: FitLoaders | None = None
         self._saved_loaders: dict[str, Any] | None = None
         self._at_end: dict[str, Any] | None = None
+        self._num_steps = 0  # of the engine, at the end of the last batch
 
     def begin_run(self, trainer: pl.Trainer, settings: StrategySettings, *, removes_state: bool) -> None:
         """Reset for a new run, and decide whether it resumes from storage. Collective.
@@ -164,8 +167,13 @@ class TrainerFitRecord(FitRecord):
         if "loops" in checkpoint and self._loaders is not None:
             point = self._at_end or self._point(random)
             warn_of_lost_gradients(self._trainer)
+            warn_of_repeated_step(self._trainer, self._engine_steps() - self._num_steps)
             checkpoint["loops"] = without_positions(checkpoint["loops"], self._trainer)
         checkpoint[RNG_KEY] = point
+
+    def _engine_steps(self) -> int:
+        engine: Any = self._trainer.strategy.model
+        return int(engine.global_steps)
 
     def note_end(self) -> None:
         """Keep the point at which a fit ends, for checkpoints that are saved afterwards."""
@@ -201,6 +209,8 @@ class TrainerFitRecord(FitRecord):
         self._follows, self._saved_loaders = Following(point["follows"]), point["loaders"]
         trainer._logger_connector._callback_metrics.update(point["metrics"])
         settle(client_state["loops"]["fit_loop"], self._follows)
+        if self._follows is not Following.EPOCH:
+            warn_of_missing_gradients(trainer, client_state["loops"]["fit_loop"])
         if has_random and self._saved_loaders is not None:
             self._loaders.expect(self._saved_loaders)
 
@@ -249,6 +259,7 @@ class TrainerFitRecord(FitRecord):
             go_on_after_batch(trainer, fetch_ahead=self._loaders.fetch_ahead, follows=self._follows)
         elif state is not None:
             continue_epoch(trainer)
+        self._num_steps = self._engine_steps()
         self.begin(engine, transfer, says=trainer.is_global_zero)
         if not self.resumes:  # else the record that the fit resumes from stays valid until the next step
             self._record_loop(trainer, self._follows)
@@ -260,6 +271,7 @@ class TrainerFitRecord(FitRecord):
             trainer: The Trainer.
             follows: What the loop does next; None if Lightning infers it from the progress.
         """
+        self._num_steps = self._engine_steps()
         if self.is_on:
             assert self._loaders is not None
             random = capture(trainer.strategy.root_device, world_size=trainer.world_size)
