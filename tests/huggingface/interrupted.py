@@ -44,7 +44,7 @@ class HuggingRun:
 
     out: str
     model: str
-    resume: str | None = None
+    resume: str | bool | None = None
     how: str = ""
     method: str = ""
     step: int = 0
@@ -58,11 +58,13 @@ class Left:
 
     Args:
         logs: The numbers logged at each step: losses, norms, rates and results of evaluations.
-        end: The weights' digest, the callback's counts, the Trainer's state, and the next random numbers.
+        end: The weights' digest, the Trainer's state, the next random numbers, and the callback's counts.
+        out: Folder of the run.
     """
 
     logs: list[list[Any]]
     end: list[Any]
+    out: str
 
 
 class Noisy(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -169,7 +171,7 @@ def train_interrupted(run: HuggingRun) -> Left:
     state = left.trainer.state
     numbers = [random.random(), float(np.random.rand()), torch.rand(()).item()]
     counts = [counting.steps, counting.evaluations]
-    return Left(logs, [digest, counts, state.global_step, state.epoch, state.total_flos, *numbers])
+    return Left(logs, [digest, state.global_step, state.epoch, state.total_flos, *numbers, counts], run.out)
 
 
 def launch(run: HuggingRun) -> int:

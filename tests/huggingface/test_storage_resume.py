@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import transformers
 
-from lightning_smartinfinity import ConfigError, StorageError
+from lightning_smartinfinity import CheckpointError, ConfigError, StorageError
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
+from lightning_smartinfinity.integrations.transformers.resume import checkpoint_to_resume
 from tests.emulated_cuda.build import build, environment
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
@@ -40,21 +42,35 @@ def assert_goes_on(resumed: Left, straight: Left, *, after: int) -> None:
     assert resumed.logs == [log for log in straight.logs if log[0] >= first]
 
 
-@pytest.mark.parametrize(
-    ("method", "step"),
-    long_but(
-        [("training_step", 4), ("_save_rng_state", 6)],
-        [(method, step) for step in (3, 4, 5, 6, 10) for method in ("evaluate", "_save_rng_state", "training_step")],
-    ),
-)
-def test_a_kill(method: str, step: int, straight: Left, model_folder: Path, tmp_path: Path, attack: Attack) -> None:
-    """After a kill before a step, in an evaluation or in a save, the rest has the bits of an uninterrupted training."""
-    happens = {"evaluate": step % 2 == 0, "_save_rng_state": step % 3 == 0 or step == 10, "training_step": step < 10}
-    if not happens[method]:
-        return
+KILLS = [
+    *((step, "training_step") for step in (3, 4, 5, 6)),
+    *((step, "evaluate") for step in (4, 6, 10)),
+    *((step, "_save_rng_state") for step in (3, 6, 10)),
+    (6, "_save_optimizer_and_scheduler"),
+]
+
+
+@pytest.mark.parametrize(("step", "method"), long_but([(4, "training_step"), (6, "_save_rng_state")], KILLS))
+def test_a_kill(step: int, method: str, straight: Left, model_folder: Path, tmp_path: Path, attack: Attack) -> None:
+    """After a kill before a step, in an evaluation or in a save, the rest has the bits of an uninterrupted training.
+
+    From storage it loses nothing. The checkpoint of a killed save is passed over for the one before, even if the save
+    replaced one that was whole.
+    """
     attack("kill of transformers' Trainer, then resume_from_checkpoint='storage'", tries=1, outcome="same bits")
-    run = HuggingRun(str(tmp_path), str(model_folder), how="kill", method=method, step=step)
+    run = HuggingRun(str(tmp_path / "killed"), str(model_folder), how="kill", method=method, step=step)
+    if saves := (step, method[:5]) == (6, "_save"):
+        run = dataclasses.replace(run, changes={"save_total_limit": 2})
+        shutil.copytree(Path(straight.out, "checkpoint-10"), Path(run.out, "checkpoint-6"))
     assert launch(run) == -signal.SIGKILL
+    if saves:
+        attack("kill within a save of transformers' Trainer", tries=1, outcome="the one before is resumed")
+        with pytest.raises(CheckpointError, match=r"checkpoint-6'?: its save was not completed"):
+            checkpoint_to_resume(str(Path(run.out, "checkpoint-6")), run.out, warn=True)
+        copy = shutil.copytree(run.out, tmp_path / "copy", ignore=shutil.ignore_patterns("smart_infinity"))
+        with pytest.warns(UserWarning, match="checkpoint-6 is passed over"):
+            resumed = train_interrupted(dataclasses.replace(run, out=str(copy), how="", resume=True))
+        assert [log[0] for log in resumed.logs] == [log[0] for log in straight.logs if log[0] > 3]
     resumed = train_interrupted(dataclasses.replace(run, how="", resume="storage"))
     assert_goes_on(resumed, straight, after=step)
 
@@ -82,13 +98,13 @@ def test_ctrl_c(
 @pytest.mark.parametrize(
     "changes",
     long_but(
-        [{"dataloader_num_workers": 2, "lr_scheduler_type": "cosine"}],
+        [{"dataloader_num_workers": 1, "lr_scheduler_type": "cosine"}],
         [
-            {"dataloader_num_workers": 2, "lr_scheduler_type": "cosine"},
+            {"dataloader_num_workers": 1, "lr_scheduler_type": "cosine"},
+            {"dataloader_num_workers": 2, "max_steps": 7, "logging_steps": 3},
             {"save_strategy": "epoch", "eval_strategy": "epoch", "logging_strategy": "epoch"},
             {"gradient_accumulation_steps": 1, "load_best_model_at_end": True, "save_steps": 2},
             {"accelerator_config": {"use_seedable_sampler": False}, "max_grad_norm": 0.1},
-            {"max_steps": 7, "logging_steps": 3},
         ],
     ),
 )
@@ -96,11 +112,10 @@ def test_other_arguments(changes: dict[str, Any], model_folder: Path, tmp_path: 
     """With workers, at the ends of epochs, and with other logs, the rest has the same bits, too."""
     run = HuggingRun(str(tmp_path / "straight"), str(model_folder), changes=changes)
     expected = train_interrupted(run)
-    for step, resume in ((3, None), (5, "storage")):
-        run = dataclasses.replace(run, out=str(tmp_path / "broken"), resume=resume)
-        with pytest.raises(KeyboardInterrupt):
-            train_interrupted(dataclasses.replace(run, how="interrupt", method="training_step", step=step))
-    resumed = train_interrupted(run)
+    run = dataclasses.replace(run, out=str(tmp_path / "broken"))
+    with pytest.raises(KeyboardInterrupt):
+        train_interrupted(dataclasses.replace(run, how="interrupt", method="training_step", step=4))
+    resumed = train_interrupted(dataclasses.replace(run, resume="storage"))
     assert resumed.end == expected.end
     assert resumed.logs == expected.logs[-len(resumed.logs) :] != []
 

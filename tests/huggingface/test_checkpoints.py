@@ -1,12 +1,9 @@
-"""A training that was killed goes on from its last complete checkpoint."""
+"""Of checkpoints of transformers, the last complete one is resumed, and ranks agree."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -29,29 +26,9 @@ from lightning_smartinfinity.integrations.transformers.resume import (
 )
 from lightning_smartinfinity.resume.start import choose_start
 from lightning_smartinfinity.settings.strategy import StrategySettings
-from tests.helpers.attacks import Attack
-from tests.helpers.long_cases import long_but
-from tests.helpers.processes import run_module
 from tests.helpers.ranks import on_ranks
 from tests.helpers.waiting import await_that, lenient
-from tests.huggingface.test_trainer import same
-from tests.huggingface.trained import Outcome, arguments, dataset, load, train
-
-SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
-DIE = ("tests.helpers.ranks", "tests.huggingface.test_kill", "die_in_training")
-
-
-def die_in_training(folder: Path, model: str, steps: str, method: str) -> None:
-    """Train, but let the process die when the Trainer calls this method of its own after this number of steps."""
-    original = getattr(transformers.Trainer, method)
-
-    def dying(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> Any:
-        if trainer.state.global_step == int(steps):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(trainer, *args, **kwargs)
-
-    with mock.patch.object(transformers.Trainer, method, dying):
-        train(Path(model), folder, **SAVING)
+from tests.huggingface.trained import arguments, dataset, load
 
 
 def checkpoint(folder: Path, state: str | None = "{}", *, engine: bool = True) -> str:
@@ -60,54 +37,6 @@ def checkpoint(folder: Path, state: str | None = "{}", *, engine: bool = True) -
     if state is not None:
         (folder / "trainer_state.json").write_text(state)
     return str(folder)
-
-
-@pytest.fixture(scope="module")
-def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    """Return the folder and the outcome of a training that was not killed."""
-    folder = tmp_path_factory.mktemp("whole")
-    return folder, train(model_folder, folder, **SAVING)
-
-
-@pytest.mark.parametrize(
-    ("steps", "method", "passed_over"),
-    long_but(
-        [(4, "_save_rng_state", 4)],
-        [(4, "training_step", None), (4, "_save_optimizer_and_scheduler", 4), (4, "_save_rng_state", 4)],
-    ),
-)
-def test_a_killed_training_resumes_to_the_same_bits(
-    steps: int,
-    method: str,
-    passed_over: int | None,
-    whole: tuple[Path, Outcome],
-    model_folder: Path,
-    tmp_path: Path,
-    attack: Attack,
-) -> None:
-    """After a SIGKILL in a step or within a save, it goes on in the same output folder from what was saved whole."""
-    attack("kill within a step or a save of transformers' Trainer", tries=1, outcome="it resumes to the same bits")
-    _, straight = whole
-    assert run_module(*DIE, tmp_path / "killed", model_folder, str(steps), method).returncode != 0
-    assert sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        resumed = train(model_folder, tmp_path / "killed", resume=True, **SAVING)
-    told = [str(warning.message) for warning in caught if "passed over" in str(warning.message)]
-    assert [f"checkpoint-{passed_over} is passed over" in message for message in told] == [True] * bool(passed_over)
-    assert resumed.losses == straight.losses[2 if passed_over else 4 :]
-    assert same(resumed.weights, straight.weights)
-
-
-def test_a_checkpoint_that_is_written_again_is_incomplete_until_it_is_whole(
-    whole: tuple[Path, Outcome], model_folder: Path, tmp_path: Path
-) -> None:
-    """A second training in the same folder is killed while it replaces a checkpoint: its files do not mix."""
-    for number in (2, 4):
-        shutil.copytree(whole[0] / f"checkpoint-{number}", tmp_path / f"checkpoint-{number}")
-    assert run_module(*DIE, tmp_path, model_folder, "4", "_save_rng_state").returncode != 0
-    with pytest.raises(CheckpointError, match=r"checkpoint-4'?: its save was not completed"):
-        checkpoint_to_resume(str(tmp_path / "checkpoint-4"), str(tmp_path), warn=True)
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
@@ -188,15 +117,14 @@ def late(save: Callable[..., None], rotated: Path) -> Callable[..., None]:
     return saving
 
 
-def save_on_ranks(folder: Path) -> Any:
+def save_on_rank(folder: Path, rank: int) -> Any:
     """Save a checkpoint as one rank of transformers' Trainer; return what was flushed, and what is whole.
 
     It does without a model: on CPUs accelerate and DeepSpeed train in one process only. Rank 1 is late to save its
     random states: it waits for rank 0 to remove older checkpoints, and gives up after some seconds. What was flushed is
     what rank 0 finds as it does so.
     """
-    dist.init_process_group("gloo")
-    rank, seen = dist.get_rank(), folder / "seen.json"
+    seen = folder / "seen.json"
     del os.environ["WORLD_SIZE"]  # which SmartInfinityTraining refuses
 
     def rotate(*_: object, **__: object) -> None:
@@ -217,35 +145,46 @@ def save_on_ranks(folder: Path) -> Any:
     ):
         trainer._save_rng_state = partial(transformers.Trainer._save_rng_state, trainer)
         transformers.Trainer._save_checkpoint(trainer, mock.MagicMock(), None)
-    dist.destroy_process_group()
     return json.loads(seen.read_text()) if rank == 0 else None
 
 
-def start_on_ranks(folder: Path) -> Any:
+def start_on_rank(folder: Path, rank: int) -> Any:
     """Return what a rank chooses of checkpoints that differ between the ranks, and what it finds in two folders."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
     settings = StrategySettings(storage=(folder / "storage",))
     chosen = choose_start(settings, {"first": 9 * rank + 3, "second": 4}, is_removed=False)
     found = steps_of_checkpoints(str(folder / f"cut-{rank}"), warn=False)
     with pytest.raises(CheckpointError) as damaged:
         steps_of_checkpoints(str(folder / f"damaged-{rank}"), warn=False)
-    dist.destroy_process_group()
     return chosen.checkpoint, found, str(damaged.value)
 
 
-def test_ranks_start_together(tmp_path: Path) -> None:
+def on_each_rank(folder: Path) -> Any:
+    """Start, and save."""
+    dist.init_process_group("gloo")
+    found = [do(folder, dist.get_rank()) for do in (start_on_rank, save_on_rank)]
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what two ranks have found as they started, and as they saved."""
+    folder = tmp_path_factory.mktemp("ranks")
+    checkpoint(folder / "cut-1/checkpoint-2", "{")
+    checkpoint(folder / "damaged-1/checkpoint-2", "{]}")
+    return on_ranks(on_each_rank, folder)
+
+
+def test_ranks_start_together(of_ranks: Any) -> None:
     """Of one path the smallest step counts; each rank has the fault of the one that finds it."""
-    checkpoint(tmp_path / "cut-1/checkpoint-2", "{")
-    checkpoint(tmp_path / "damaged-1/checkpoint-2", "{]}")
-    for chosen, (steps, fault), damaged in on_ranks(start_on_ranks, tmp_path):
+    for (chosen, (steps, fault), damaged), _ in of_ranks:
         assert chosen == "second" and steps == {}
         assert "checkpoint-2 is passed over" in str(fault) and "trainer_state.json is damaged" in damaged
 
 
-def test_random_states_of_all_ranks_are_flushed_before_older_checkpoints_are_removed(tmp_path: Path) -> None:
+def test_random_states_of_all_ranks_are_flushed_before_older_checkpoints_are_removed(of_ranks: Any) -> None:
     """Each rank writes a file of its own, which may take longer than all that rank 0 writes."""
-    flushed, whole = on_ranks(save_on_ranks, tmp_path)[0]
+    flushed, whole = of_ranks[0][1]
     assert whole.keys() == {"rng_state_0.pth", "rng_state_1.pth"}
     for rank in (0, 1):  # whose files may lie on other machines
         assert flushed[f"flushed-{rank}-rng_state_{rank}.pth"] == whole[f"rng_state_{rank}.pth"]
