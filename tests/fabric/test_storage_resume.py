@@ -69,21 +69,15 @@ def test_one_script_is_its_own_restart(tmp_path: Path, attack: Attack) -> None:
     assert end_of(tmp_path / "broken") == end_of(tmp_path / "straight")
 
 
-def test_an_error_leaves_the_state_and_an_end_does_not(tmp_path: Path) -> None:
-    """The end of a loop that failed says how to go on; a resumed loop that came to its end leaves nothing."""
-    code, output = launch(FabricRun(str(tmp_path / "a"), fail_step=3))
-    assert code != 0 and output.count("start the script again with fabric.strategy.resume() before fabric.setup") == 1
-    assert files(tmp_path / "a" / "storage") == ["default"]
-    code, output = launch(FabricRun(str(tmp_path / "a"), resume=True))
-    assert code == 0, output[-3000:]
-    assert files(tmp_path / "a" / "storage") == []
-
-
 def test_another_number_of_processes(tmp_path: Path) -> None:
-    """A loop goes on from storage as from a checkpoint of the same step, on every rank."""
+    """A loop goes on from storage as from a checkpoint of the same step, on every rank.
+
+    An error leaves the state and says how to go on; the end of the resumed loop leaves nothing.
+    """
     folder, other = tmp_path / "storage", tmp_path / "checkpoint"
     code, output = launch(FabricRun(str(folder), save_step=3, fail_step=3))
-    assert code != 0 and "an error of the user's" in output, output[-3000:]
+    assert code != 0 and output.count("start the script again with fabric.strategy.resume() before fabric.setup") == 1
+    assert files(folder / "storage") == ["default"]
     for out, checkpoint in ((folder, ""), (other, str(folder / "saved.ckpt"))):
         code, output = launch(FabricRun(str(out), devices=2, num_steps=5, resume=True, checkpoint=checkpoint))
         assert code == 0 and output.count("random states are not restored") == 1, output[-3000:]
