@@ -64,26 +64,14 @@ class LitRandom(pl.LightningModule):
     Args:
         stateful: Train on a :class:`StatefulLoader` instead of a plain DataLoader.
         validate: Validate, too.
-        hooks: Draw in the hooks that begin training and epochs.
-        counts_steps: Ask for the number of steps in ``configure_optimizers``, as schedules of a fixed length do.
     """
 
-    def __init__(
-        self, *, stateful: bool = False, validate: bool = False, hooks: bool = False, counts_steps: bool = False
-    ) -> None:
+    def __init__(self, *, stateful: bool = False, validate: bool = False) -> None:
         super().__init__()
-        self.stateful, self.validate, self.hooks, self.counts_steps = stateful, validate, hooks, counts_steps
+        self.stateful, self.validate = stateful, validate
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.losses: list[tuple[int, int, float]] = []
-
-    def on_train_start(self) -> None:
-        if self.hooks:
-            torch.rand(2)
-
-    def on_train_epoch_start(self) -> None:
-        if self.hooks:
-            torch.rand(3)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss: torch.Tensor = self.net(batch).pow(2).mean()
@@ -94,8 +82,6 @@ class LitRandom(pl.LightningModule):
         self.net(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.counts_steps:
-            assert self.trainer.estimated_stepping_batches > 0
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def train_dataloader(self) -> Any:

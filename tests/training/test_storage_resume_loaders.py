@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityStrategy
 from tests.helpers.long_cases import long_but
+from tests.helpers.random_fit import StatefulLoader
 from tests.helpers.trainers import quiet_trainer
 from tests.training.loaders import Noisy, Plain, SizedStream, Stream, generator
 
@@ -47,9 +48,10 @@ class Module(pl.LightningModule):
         breaks_at: int | None = None,
         folder: Path | None = None,
         points: Collection[Point] | None = None,
+        counts_steps: bool = False,
     ) -> None:
         super().__init__()
-        self.make, self.breaks_at = make, breaks_at
+        self.make, self.breaks_at, self.counts_steps = make, breaks_at, counts_steps
         self.folder, self.points = folder, points
         self.net = nn.Linear(1, 1)
         self.seen: list[Any] = []
@@ -68,10 +70,12 @@ class Module(pl.LightningModule):
         self.save("batch start")
 
     def on_train_start(self) -> None:
+        torch.rand(2)
         self.save("start")
 
     def on_train_epoch_start(self) -> None:
-        self.save("epoch start")
+        self.save("epoch start")  # a fit that resumes here calls this hook again
+        torch.rand(3)
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         self.save("step", unfinished=1)
@@ -97,7 +101,8 @@ class Module(pl.LightningModule):
         parts = list(batch.values()) if isinstance(batch, dict) else [batch]
         told = [None if part is None else part.flatten().tolist() for part in parts]
         self.seen.append((self.trainer.global_step, self.current_epoch, batch_idx, told, float(torch.rand(()))))
-        loss: torch.Tensor = self.net(parts[0] if parts[0] is not None else parts[1]).pow(2).mean()
+        values = parts[0] if parts[0] is not None else parts[1]
+        loss: torch.Tensor = self.net(values.reshape(-1, 1)).pow(2).mean()
         return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -106,25 +111,8 @@ class Module(pl.LightningModule):
             self.seen.append(("validation", drawn))
 
     def configure_optimizers(self) -> Any:
+        assert not self.counts_steps or self.trainer.estimated_stepping_batches > 0
         return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-class Numbered:
-    """A loader of the user's with a state of its own."""
-
-    num_yielded = num_loaded = 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        begin, self.num_loaded = self.num_loaded, 0
-        for number in range(begin, 6):
-            self.num_yielded = number + 1
-            yield torch.tensor([[float(number)]])
-
-    def state_dict(self) -> dict[str, int]:
-        return {"num_yielded": self.num_yielded}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.num_loaded = state["num_yielded"]
 
 
 class Counting(Stream):
@@ -167,7 +155,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "stream, limit": (lambda: DataLoader(Stream(), 2), {"limit_train_batches": 3}),
     "stream, steps": (lambda: DataLoader(Stream(), 2), {"max_steps": 14, "max_epochs": -1}),
     "stream, loaded again": (lambda: DataLoader(Stream(), 3), EVERY),
-    "stream, own state": (Numbered, {}),
+    "own state": (StatefulLoader, {}),
     "two, cycle": (combined("max_size_cycle"), {}),
     "two, cycle, accumulation": (combined("max_size_cycle"), {"accumulate_grad_batches": 3}),
     "two, longest": (combined("max_size"), {}),
@@ -181,20 +169,25 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "generator": (lambda: DataLoader(Noisy(), 3, shuffle=True, generator=generator()), {}),
     "validation": (shuffled(), {"val_check_interval": 2, "limit_val_batches": 1}),
     "steps": (shuffled(), {"max_steps": 10, "max_epochs": -1}),
+    "steps, validation": (shuffled(), {"max_steps": 10, "max_epochs": -1, "limit_val_batches": 1}),
     "loaded again": (shuffled(), EVERY),
     "loaded again, limit": (shuffled(), {**EVERY, "limit_train_batches": 2}),
     "every second epoch": (shuffled(), {"reload_dataloaders_every_n_epochs": 2}),
     "workers": (lambda: DataLoader(Plain(), 4, shuffle=True, num_workers=1), {}),
 }
-SHORT = {
-    "stream": [3],
-    "stream, own state": [6],
-    "two, cycle, stream": [4],
-    "two, cycle, shared generator": [5],
-    "loaded again": [1],
-    "workers": [2],
+for name in ("own state", "plain", "steps, validation"):
+    CASES[f"{name}, loaders set up early"] = CASES[name]
+SHORT: dict[str, tuple[list[int], list[Point]]] = {
+    "stream": ([3], [("step", 3), ("batch end", 8)]),
+    "own state, loaders set up early": ([6], [("batch end", 2), ("batch end", 4)]),
+    "two, cycle, stream": ([4], []),
+    "two, cycle, shared generator": ([5], [("batch end", 4), ("epoch end", 1), ("step", 1)]),
+    "validation": ([], [("batch end", 2), ("batch end", 4), ("validation end", 3), ("epoch start", 2)]),
+    "steps, validation, loaders set up early": ([], [("batch end", 2), ("validation end", 1), ("epoch end", 1)]),
+    "loaded again, limit": ([1], [("batch end", 1), ("epoch end", 2)]),
+    "workers": ([2], [("batch end", 1)]),
 }
-"""Cases that always run, each with the steps before which it is interrupted."""
+"""Cases that always run, each with the steps before which it is interrupted, and the points at which it is saved."""
 
 
 def fit(module: Module, root: Path, *, seed: int, settings: dict[str, Any], resume: str | None = None) -> int:
@@ -211,33 +204,23 @@ def fit(module: Module, root: Path, *, seed: int, settings: dict[str, Any], resu
     return trainer.global_step
 
 
-# The state of this loader is the same after an epoch's last batch and before the first batch of the next epoch.
-AMBIGUOUS = {("stream, own state", (hook, call)) for hook in ("batch start", "step") for call in (7, 13)}
-
-
-def check_checkpoints(name: str, root: Path, points: Collection[Point] | None) -> None:
-    """Assert that a fit goes on from its checkpoints, of some points or all."""
+def check(name: str, root: Path, breaks: list[int] | None, points: list[Point] | None) -> None:
+    """Assert that a fit goes on from storage after each interruption, and from its checkpoints; None: of all points."""
     make, settings = CASES[name]
-    whole = Module(make, folder=root, points=points)
-    fit(whole, root / "whole", seed=1, settings=settings)
-    for point in points or [point for point in whole.saved if (name, point) not in AMBIGUOUS]:
-        resumed, saved = Module(make), "-".join(map(str, point))
-        folder = root / f"from {saved}"
-        fit(resumed, folder, seed=9, settings=settings, resume=str(root / saved))
-        assert resumed.seen == whole.seen[whole.saved[point] :], f"saved at {point}"
-
-
-def check(name: str, root: Path, breaks: list[int] | None) -> None:
-    make, settings = CASES[name]
-    whole = Module(make)
+    made = partial(Module, make, counts_steps="early" in name)
+    whole = made(folder=root, points=points)
     num_steps = fit(whole, root / "whole", seed=1, settings=settings)
     for step in range(num_steps) if breaks is None else breaks:
-        begun, resumed = Module(make, breaks_at=step), Module(make)
+        begun, resumed = made(breaks_at=step), made()
         fit(begun, root / str(step), seed=1, settings=settings)
         fit(resumed, root / str(step), seed=9, settings=settings, resume="storage")
         # Micro-batches of a step that was not taken are repeated.
         kept = [one for one in begun.seen if one[0] == "validation" or one[0] < step]
         assert [*kept, *resumed.seen] == whole.seen, f"interrupted before step {step}"
+    for point in whole.saved if points is None else points:
+        resumed, saved = made(), "-".join(map(str, point))
+        fit(resumed, root / f"from {saved}", seed=9, settings=settings, resume=str(root / saved))
+        assert resumed.seen == whole.seen[whole.saved[point] :], f"saved at {point}"
 
 
 @pytest.mark.seam(
@@ -248,44 +231,20 @@ def check(name: str, root: Path, breaks: list[int] | None) -> None:
     "CombinedLoader._iterator._consumed; PL_GLOBAL_SEED is the seed of the samplers that Lightning makes.",
 )
 @pytest.mark.parametrize(
-    ("name", "breaks"),
+    ("name", "breaks", "points"),
     [
-        *itertools.starmap(pytest.param, SHORT.items()),
-        *(pytest.param(name, None, marks=pytest.mark.long, id=f"{name}, every step") for name in CASES),
+        *((name, *short) for name, short in SHORT.items()),
+        *(pytest.param(name, None, None, marks=pytest.mark.long, id=f"{name}, every step and point") for name in CASES),
     ],
 )
-def test_every_loader_goes_on(name: str, breaks: list[int] | None, tmp_path: Path) -> None:
-    """Whatever feeds a fit, and wherever in an epoch it stops, a process with another seed goes on with its batches."""
+def test_every_loader_goes_on(name: str, breaks: list[int] | None, points: list[Point] | None, tmp_path: Path) -> None:
+    """Whatever feeds a fit, and wherever in an epoch it stops, a process with another seed goes on with its batches.
+
+    So it does from a checkpoint, whichever hook saves it, with the batch that the fit had not finished.
+    """
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        check(name, tmp_path, breaks)
-    warned = any("not exactly" in str(warning.message) for warning in told)
-    assert warned == (name in ("workers", "stream, worker that stays"))
-
-
-CHECKPOINTS: dict[str, list[Point]] = {
-    "stream": [("step", 1), ("step", 3), ("batch end", 8)],
-    "two, cycle, shared generator": [("batch end", 4), ("epoch end", 1), ("step", 1)],
-    "validation": [("batch end", 2), ("validation end", 3), ("step", 4), ("epoch start", 2)],
-    "loaded again, limit": [("batch end", 1), ("epoch end", 2)],
-    "workers": [("batch end", 1)],
-    "stream, own state": [("batch end", 2)],
-}
-"""Cases that always run, each with the points at which it is saved."""
-
-
-@pytest.mark.parametrize(
-    ("name", "points"),
-    [
-        *itertools.starmap(pytest.param, CHECKPOINTS.items()),
-        *(pytest.param(name, None, marks=pytest.mark.long, id=f"{name}, every point") for name in CASES),
-    ],
-)
-def test_every_loader_goes_on_from_a_checkpoint(name: str, points: Collection[Point] | None, tmp_path: Path) -> None:
-    """Whichever hook saves it, a process with another seed goes on with the batch that the fit had not finished."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        check_checkpoints(name, tmp_path, points)
+        check(name, tmp_path, breaks, points)
     warned = any("not exactly" in str(warning.message) for warning in told)
     assert warned == (name in ("workers", "stream, worker that stays"))
 
