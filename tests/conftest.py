@@ -101,9 +101,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_teardown() -> None:
-    """Let a test that asked the process to end leave the waits of the next one as long as ever."""
+    """Take back what a test has set for the whole process: that it is to end, and the calls that messages name."""
     if core := sys.modules.get("lightning_smartinfinity.native._core"):
         core.take_back_ask_to_end()
+    if calls := sys.modules.get("lightning_smartinfinity.settings.user_calls"):
+        calls.advise(calls.CALLS_OF_TRAINER)
 
 
 @pytest.fixture
