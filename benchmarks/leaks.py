@@ -234,7 +234,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "fit": fits,
     "resume": partial(fits, resume=True),
     "live_export": partial(steps, action="export"),
-    "export": partial(exports, to="transformers"),
+    "export": partial(exports, to="safetensors"),
     "export_file": partial(exports, to="lightning"),
     "strategy": strategies,
 }
