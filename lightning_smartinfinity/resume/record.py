@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lightning_smartinfinity.common.last_error import notice_exit
 from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.resume.record_content import content_of, read_content
 from lightning_smartinfinity.resume.typed_json import UnwritableError
@@ -199,6 +200,7 @@ class FitRecord:
             says: Whether this process says that an interrupted training cannot be resumed, if that is not obvious.
         """
         if transfer.is_resumable:
+            notice_exit()
             self._writer = RecordWriter(engine, gap=self._gap)
         elif says and transfer.keep is not False:
             _log.warning(

@@ -33,6 +33,7 @@ class FabricRun:
     kill_step: int = -1  # the step in which the last rank is killed
     kill_after: float = 0.0  # seconds after that step has begun
     fail_step: int = -1  # the step behind which the loop raises
+    exits: bool = False  # whether it calls sys.exit there instead, as a handler of SIGTERM may
     save_step: int = -1  # the step behind which the loop saves saved.ckpt
     record_every: int = 1
     options: dict[str, Any] = field(default_factory=dict)
@@ -78,6 +79,8 @@ def train(run: FabricRun) -> None:
         if state["step"] == run.save_step:
             fabric.save(out / "saved.ckpt", state)
         if state["step"] == run.fail_step:
+            if run.exits:
+                sys.exit(143)
             raise RuntimeError("an error of the user's")
     end = {"state": state_digest(optimizer.engine.optimizer, module), "random": [torch.rand(1).item(), random.random()]}
     (out / f"end-{fabric.global_rank}.json").write_text(json.dumps(end))

@@ -57,10 +57,11 @@ def test_kills_at_random(devices: int, num_kills: int, options: dict[str, Any], 
 
 def test_one_script_is_its_own_restart(tmp_path: Path, attack: Attack) -> None:
     """The same command begins, resumes from storage or a checkpoint of the same step, and ends with the same bits."""
-    attack("kill or error of a Fabric loop with 'storage-or-new'", tries=2, outcome="resumed to the bit")
+    attack("kill, exit or error of a Fabric loop with 'storage-or-new'", tries=3, outcome="resumed to the bit")
     script, broken = {"is_one_script": True, "num_steps": 6}, str(tmp_path / "broken")
     assert launch(FabricRun(str(tmp_path / "straight"), **script))[0] == 0
     assert launch(FabricRun(broken, kill_step=2, kill_after=1e-6, **script))[0] == -signal.SIGKILL
+    assert launch(FabricRun(broken, fail_step=3, exits=True, **script))[0] == 143
     code, output = launch(FabricRun(broken, save_step=4, fail_step=4, **script))
     assert code != 0 and "Resumes from the state in" in output, output[-3000:]
     code, output = launch(FabricRun(broken, **script))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.activations import ActivationTraffic, OffloadedActivations
+from lightning_smartinfinity.common.last_error import last_error
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
@@ -313,7 +313,7 @@ class RankState:
             if handler.is_closed:
                 return
             background.join()
-            error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+            error = last_error()
             if not keeping.says_end:
                 keeping.completed = error is None
             elif error is not None:

@@ -11,7 +11,6 @@ import os
 import platform
 import secrets
 import socket
-import sys
 import time
 import warnings
 import weakref
@@ -23,6 +22,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from lightning_smartinfinity.common.last_error import last_error
 from lightning_smartinfinity.errors import RankLostError, RanksDivergedError
 from lightning_smartinfinity.native import RankNotice, RankWatch, ending_seconds
 from lightning_smartinfinity.settings.user_calls import user_calls
@@ -344,7 +344,7 @@ def _meet(silence: float, join_limit: float | None) -> _Watch | None:
 
 def _say_farewell(native: RankWatch) -> None:
     """End a watch at the end of the process; if an error ends the process, report it first."""
-    error = getattr(sys, "last_value", None)
+    error = last_error()
     if error is not None and _watch is not None and _watch.native is native:
         tell_failure(error)
     if _watch is not None and _watch.native is native:
