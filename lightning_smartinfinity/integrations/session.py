@@ -441,13 +441,27 @@ class TrainingSession(ABC):
         idle._close_state(since=since)
         return {idle}
 
-    def _removes_state(self) -> bool:
-        """Return whether the set-up of the next training removes the state of an earlier one of this process."""
+    def _settle_earlier(self) -> bool:
+        """Commit the last step of this process's earlier training on these folders, if its state stays. Collective.
+
+        An error may have left that step in flight. It is committed if all ranks have it.
+
+        Returns:
+            Whether the set-up of the next training removes that state.
+        """
+        from lightning_smartinfinity.zero3.ranks.collectives import gather
+
         settings, idle = self._settings, None
         if settings.storage is not None:
             idle = _IDLE.get((settings.storage, settings.transfer.job), lambda: None)()
-        states = [one._rank_state for one in (self, idle) if one is not None]
-        return any(state is not None and state.is_open and not state.keeping.stays for state in states)
+        optimizers = {one._training_optimizer for one in (self, idle) if one is not None}
+        trained = [one for one in optimizers if one is not None and one.rank_state.is_open]
+        staying = [one for one in trained if one.rank_state.keeping.stays]
+        in_flight = [one for one in staying if one.update.is_in_flight]
+        if all(gather(bool(in_flight), None)):
+            for optimizer in in_flight:
+                optimizer.settle()
+        return len(staying) < len(trained)
 
     def _become_idle(self, *, completed: bool) -> None:
         """Mark training as over; its state stays readable until the next training on the same storage.

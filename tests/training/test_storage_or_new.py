@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
@@ -42,6 +42,13 @@ def fail(*_: object) -> None:
     raise RuntimeError("an error of the user's")
 
 
+class AfterStep(Hook):
+    """Calls the function after a step, when the next batch begins: the step's update may still run."""
+
+    on_train_batch_start = Hook.on_train_batch_end
+    on_train_batch_end = Callback.on_train_batch_end  # type: ignore[assignment]
+
+
 class Script:
     """Fits that save every two steps into one folder.
 
@@ -52,6 +59,7 @@ class Script:
 
     def __init__(self, root: Path, recipe: Recipe = SMALL) -> None:
         self.root, self.saved, self.recipe = root, root / "saved", recipe
+        self._kept: list[Any] = []  # as a notebook, or an error that is being handled, keeps what has failed
 
     def fit(
         self,
@@ -60,16 +68,18 @@ class Script:
         start: str | None = START,
         storage: Any = None,
         then: Callable[[Any], None] = fail,
+        hook: type[Hook] = Hook,
         transfer: dict[str, Any] | None = None,
         **settings: Any,
     ) -> str | None:
         """Fit as one start of the script does, and return what it resumed from."""
         saves = ModelCheckpoint(self.saved, filename="{step}", every_n_train_steps=2, save_top_k=-1, **settings)
-        strategy = SmartInfinityStrategy(storage or self.root / "storage", transfer=transfer or {})
-        callbacks = [saves, Hook(fails, then)]
+        strategy = SmartInfinityStrategy(storage or self.root / "storage", overlap="forward", transfer=transfer or {})
+        callbacks = [saves, hook(fails, then)]
         options = {"enable_checkpointing": True, "max_steps": 6, "precision": "32-true"}
         self.trainer = quiet_trainer(self.root, strategy, callbacks=callbacks, **options)
         self.module = LitTiny(self.recipe)
+        self._kept.append(self.trainer)
         with pytest.raises(RuntimeError, match="the user's") if fails >= 0 else nullcontext():
             self.trainer.fit(self.module, ckpt_path=start)
         return None if self.trainer.ckpt_path is None else Path(self.trainer.ckpt_path).name
@@ -84,7 +94,7 @@ def test_the_newest_is_resumed(
     A checkpoint that holds weights only is no candidate. One that cannot be read ends the fit: it may be the newest.
     """
     script = Script(tmp_path)
-    assert script.fit(fails=4) is None
+    assert script.fit(fails=3, hook=AfterStep) is None
     assert script.fit(fails=5) == "storage"  # a record of step 3, and step=2.ckpt
     model = next((script.saved / "step=4.ckpt").rglob("*model_states.pt"))
     whole = model.read_bytes()

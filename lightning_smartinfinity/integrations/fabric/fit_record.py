@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -63,12 +63,13 @@ class FabricFitRecord(FitRecord):
         self.resume_next(settings.transfer, what=f"fabric.strategy.resume({passed})")
         self._word, self._checkpoints, self._weights_only = start, tuple(map(str, checkpoints)), weights_only
 
-    def choose(self, settings: StrategySettings, *, removes_state: bool) -> None:
+    def choose(self, settings: StrategySettings, *, settle: Callable[[], bool]) -> None:
         """Decide where the training starts that is about to be set up. Collective.
 
         Args:
             settings: The strategy's settings.
-            removes_state: Whether the set-up removes the state on storage, which is that of an earlier, complete loop.
+            settle: Commits the last step of an earlier loop of this process, and returns whether the set-up removes its
+                state because it was complete.
         """
         if not self.resumes or self._word == STORAGE:
             return
@@ -77,7 +78,7 @@ class FabricFitRecord(FitRecord):
         paths = partial(filter, os.path.exists, self._checkpoints)
         with loading_policy(self._weights_only, consent="weights_only=False to fabric.strategy.resume"):
             steps = steps_of(paths, "global_steps", settings=settings)
-        start: Start = choose_start(settings, steps, is_removed=removes_state)
+        start: Start = choose_start(settings, steps, is_removed=settle())
         self.resumes, self.checkpoint = start.source is Source.STORAGE, start.checkpoint
         rank_zero_info(f"fabric.strategy.resume({STORAGE_OR_NEW!r}): {start.reason}")
 

@@ -285,7 +285,7 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
                 return initialize(model)
         if not hasattr(next(model.parameters(), None), "ds_id"):  # else module_sharded_context has planned it
             self._plan(model, replace(self._surroundings(), optimizer=type(optimizer).__name__))
-        self._fit_record.choose(self._settings, removes_state=self._removes_state())
+        self._fit_record.choose(self._settings, settle=self._settle_earlier)
         engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
         engine.optimizer.used_gradients.expects_reset = True
         self._fit_record.begin_set_up()

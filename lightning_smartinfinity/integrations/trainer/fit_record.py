@@ -97,13 +97,14 @@ class TrainerFitRecord(FitRecord):
         self._at_end: dict[str, Any] | None = None
         self._num_steps = 0  # of the engine, at the end of the last batch
 
-    def begin_run(self, trainer: pl.Trainer, settings: StrategySettings, *, removes_state: bool) -> None:
+    def begin_run(self, trainer: pl.Trainer, settings: StrategySettings, *, settle: Callable[[], bool]) -> None:
         """Reset for a new run, and decide whether it resumes from storage. Collective.
 
         Args:
             trainer: The Trainer.
             settings: The strategy's settings.
-            removes_state: Whether the set-up removes the state on storage, which is that of an earlier, complete fit.
+            settle: Commits the last step of an earlier fit of this process, and returns whether the set-up removes its
+                state because it was complete.
 
         Raises:
             ConfigError: It resumes, but the settings keep nothing to resume from, or the run is not a fit.
@@ -126,9 +127,9 @@ class TrainerFitRecord(FitRecord):
         if doing == TrainerFn.FITTING:
             self.resume_next(settings.transfer, what=f"fit(ckpt_path={given!r})")
             if given == STORAGE_OR_NEW:
-                self._choose_start(trainer, settings, removes_state=removes_state)
+                self._choose_start(trainer, settings, settle=settle)
 
-    def _choose_start(self, trainer: pl.Trainer, settings: StrategySettings, *, removes_state: bool) -> None:
+    def _choose_start(self, trainer: pl.Trainer, settings: StrategySettings, *, settle: Callable[[], bool]) -> None:
         """Resume from the newest of storage and checkpoints, or begin at step 0. Collective."""
         from lightning_smartinfinity.zero3.checkpoints.formats.trust import loading_policy
 
@@ -136,7 +137,7 @@ class TrainerFitRecord(FitRecord):
         with loading_policy(weights_only, consent="weights_only=False to Trainer.fit"):
             paths = partial(checkpoints_of, trainer)
             steps = steps_of(paths, "global_step", settings=settings, needed=RESUMED_FROM)
-        start = choose_start(settings, steps, is_removed=removes_state)
+        start = choose_start(settings, steps, is_removed=settle())
         self.resumes = start.source is Source.STORAGE
         _start_from(trainer, STORAGE if self.resumes else start.checkpoint)
         rank_zero_info(f"fit(ckpt_path={STORAGE_OR_NEW!r}): {start.reason}")

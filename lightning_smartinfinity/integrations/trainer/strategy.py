@@ -216,7 +216,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         self._choose_storage(trainer.default_root_dir)
         check_folders(trainer)
         self._plan_fit()
-        self._fit_record.begin_run(trainer, self._settings, removes_state=self._removes_state())
+        self._fit_record.begin_run(trainer, self._settings, settle=self._settle_earlier)
         if trainer.state.fn is TrainerFn.FITTING and self.model is not None:
             self.model = synchronize_layers(
                 self.model, self._layer_sync, device=self.root_device, ranks=self.world_size

@@ -440,11 +440,15 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
             since: Half a sentence giving the reason, for the errors of later uses.
         """
         if dist.is_initialized() and sys.exc_info()[0] is None and not self.update.is_in_doubt:
-            try:
-                self.update.drain()
-            except SmartInfinityError as error:
-                warn_of_rolled_back_step(error)
+            self.settle()
         self.rank_state.close(since=since)
+
+    def settle(self) -> None:
+        """Drain the step in flight together with all ranks; a failure is a warning. Collective."""
+        try:
+            self.update.drain()
+        except SmartInfinityError as error:
+            warn_of_rolled_back_step(error)
 
     def destroy(self) -> None:
         """Call the base class with an empty state, because it would search the state for pinned memory."""

@@ -80,6 +80,11 @@ class UpdateInFlight:
         self._uses: dict[int, None] = {}
 
     @property
+    def is_in_flight(self) -> bool:
+        """Whether a step is neither committed nor rolled back."""
+        return self._begun
+
+    @property
     def is_in_doubt(self) -> bool:
         """Whether the training ended with a step in flight: after an error, other ranks may not join to agree on it."""
         return self._begun and self._training_over
