@@ -112,6 +112,8 @@ def test_wrong_uses(tmp_path: Path) -> None:
         fabric.strategy.resume("storage-or-else")
     with pytest.raises(ConfigError, match="chooses among them only with 'storage-or-new'"):
         fabric.strategy.resume(checkpoints=["a.ckpt"])
+    with pytest.raises(ConfigError, match=r"\(checkpoints=\('a.ckpt', 3\)\) is not a list of paths"):
+        fabric.strategy.resume("storage-or-new", checkpoints=["a.ckpt", 3])
     fabric.strategy.resume()
     with pytest.raises(StorageError, match=r"There is no optimizer state.* or leave fabric.strategy.resume\(\) out to"):
         fabric.setup(*parts())
@@ -173,7 +175,7 @@ def test_after_a_resumed_set_up_comes_the_load(tmp_path: Path) -> None:
         fabric.save(tmp_path / "own.ckpt", {**state, "own": UserDict()})
     fabric.strategy.close()
     assert files(tmp_path / "storage") == []
-    fabric.strategy.resume("storage-or-new", checkpoints=[tmp_path / "own.ckpt"])
+    fabric.strategy.resume("storage-or-new", checkpoints=str(tmp_path / "own.ckpt"))  # one path needs no list
     with pytest.raises(CheckpointError, match=r"weights_only=False to fabric\.strategy\.resume"):
         fabric.setup(module, torch.optim.AdamW(module.parameters()))
     fabric.strategy.resume("storage-or-new", checkpoints=[tmp_path / "own.ckpt"], weights_only=False)

@@ -12,11 +12,18 @@ from lightning.fabric.utilities import rank_zero_info
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.resume.record import FitRecord
 from lightning_smartinfinity.resume.start import Source, Start, choose_start, steps_of
-from lightning_smartinfinity.settings.rules import check, instance, one_of, optional
+from lightning_smartinfinity.settings.folders import names_file
+from lightning_smartinfinity.settings.rules import Rule, check, instance, one_of, optional
 from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW, StrategySettings
 from lightning_smartinfinity.settings.user_calls import CALLS_OF_FABRIC
 
 __all__ = ["FabricFitRecord"]
+
+_PATHS = Rule(
+    "Pass the path of a checkpoint, or a list of paths",
+    lambda paths: all(map(names_file, paths)),
+    "is not a list of paths",
+)
 
 
 class FabricFitRecord(FitRecord):
@@ -42,7 +49,7 @@ class FabricFitRecord(FitRecord):
     def ask(
         self,
         start: str,
-        checkpoints: Sequence[str | Path],
+        checkpoints: str | Path | Sequence[str | Path],
         settings: StrategySettings,
         *,
         weights_only: bool | None = None,
@@ -54,14 +61,16 @@ class FabricFitRecord(FitRecord):
         """
         check("fabric.strategy.resume", "start", start, one_of(STORAGE, STORAGE_OR_NEW))
         check("fabric.strategy.resume", "weights_only", weights_only, optional(instance(bool)))
-        if checkpoints and start == STORAGE:
+        paths = (checkpoints,) if isinstance(checkpoints, (str, os.PathLike)) else tuple(checkpoints)
+        check("fabric.strategy.resume", "checkpoints", paths, _PATHS)
+        if paths and start == STORAGE:
             raise ConfigError(
                 "fabric.strategy.resume(checkpoints=...) chooses among them only with 'storage-or-new'.",
                 "Pass 'storage-or-new' first, or leave checkpoints out.",
             )
         passed = "" if start == STORAGE else repr(start)
         self.resume_next(settings.transfer, what=f"fabric.strategy.resume({passed})")
-        self._word, self._checkpoints, self._weights_only = start, tuple(map(str, checkpoints)), weights_only
+        self._word, self._checkpoints, self._weights_only = start, tuple(map(str, paths)), weights_only
 
     def choose(self, settings: StrategySettings, *, settle: Callable[[], bool]) -> None:
         """Decide where the training starts that is about to be set up. Collective.

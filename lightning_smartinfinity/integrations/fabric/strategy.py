@@ -127,7 +127,11 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
         self._fit_record = FabricFitRecord()
 
     def resume(
-        self, start: str = STORAGE, *, checkpoints: Sequence[str | Path] = (), weights_only: bool | None = None
+        self,
+        start: str = STORAGE,
+        *,
+        checkpoints: str | Path | Sequence[str | Path] = (),
+        weights_only: bool | None = None,
     ) -> None:
         """Make the next ``fabric.setup`` with an optimizer continue an interrupted training from storage.
 
@@ -137,7 +141,7 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
 
         Args:
             start: ``"storage"``, or ``"storage-or-new"``.
-            checkpoints: Paths passed to ``fabric.save``, for ``"storage-or-new"``; missing ones do not count.
+            checkpoints: Path or paths passed to ``fabric.save``, for ``"storage-or-new"``; missing ones do not count.
             weights_only: As of ``fabric.load``, for reading the steps of ``checkpoints``.
 
         Raises:
