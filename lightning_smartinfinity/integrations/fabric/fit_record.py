@@ -97,8 +97,8 @@ class FabricFitRecord(FitRecord):
         self.awaits_load = self.resumes or self.checkpoint is not None
 
     def is_asked_for(self, path: str | Path) -> bool:
-        """Return whether ``fabric.load(path, state)`` asks for what the set-up chose."""
-        return str(path) == self._word and (self.awaits_load or self._word == STORAGE_OR_NEW)
+        """Return whether ``fabric.load(path, state)`` asks for what the set-up chose; both words do."""
+        return str(path) in (STORAGE, STORAGE_OR_NEW) and (self.awaits_load or self._word == STORAGE_OR_NEW)
 
     def has_loaded(self) -> None:
         """Note that the loop has got its state."""

@@ -43,7 +43,7 @@ from lightning_smartinfinity.integrations.lightning_options import (
 from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.integrations.session import TrainingSession
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings
-from lightning_smartinfinity.resume.schedules import advance_when_loaded
+from lightning_smartinfinity.resume.schedules import prepare_loads
 from lightning_smartinfinity.settings import (
     ActivationOffload,
     GradientCodec,
@@ -137,7 +137,8 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
 
         Then call ``fabric.load("storage", state)``: it restores the state that was last passed to :meth:`record`.
         With ``"storage-or-new"`` it resumes from the newest of storage and ``checkpoints`` by optimizer steps (of equal
-        ones a checkpoint), or begins, where ``fabric.load("storage-or-new", state)`` changes nothing.
+        ones a checkpoint), or begins, where ``fabric.load("storage-or-new", state)`` changes nothing. ``fabric.load``
+        takes either word.
 
         Args:
             start: ``"storage"``, or ``"storage-or-new"``.
@@ -428,8 +429,8 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
                 loaded = load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
         if is_start:
             self._fit_record.has_loaded()
-        if self._own_hyperparameters:
-            advance_when_loaded(value for key, value in rest.items() if key in loaded)
+        schedulers = (value for key, value in rest.items() if key in loaded)
+        prepare_loads(schedulers, new_settings=self._own_hyperparameters)
         move_into(rest, loaded, path=path, strict=strict)
         state.update(rest)
         return loaded
