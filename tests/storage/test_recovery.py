@@ -212,15 +212,31 @@ def test_record_that_was_made_up(changed: dict[str, int], tmp_path: Path) -> Non
 
 
 def test_folders_must_be_those_of_the_store(tmp_path: Path) -> None:
-    """Folders in another order, too few folders, or a folder of another store are refused with a remedy."""
-    folders = [tmp_path / "a", tmp_path / "b"]
-    left(*folders)
-    left(tmp_path / "c")
-    for wrong in (folders[::-1], folders[:1], [folders[0], tmp_path / "c"]):
-        with pytest.raises(StorageCorruptError) as caught:
-            recover_store(wrong)
-        assert caught.value.remedy
-    assert recovered(*folders) == 0
+    """Folders in another order, too few or many, or of another store are refused; the error names the right ones.
+
+    They are those that have the parts now: mounts may have been exchanged, or moved up when a drive failed.
+    """
+    a, b, c, d = [tmp_path / name for name in "abcd"]
+    left(a, b)
+    left(c)
+
+    def refused(*named: Path) -> str:
+        with pytest.raises(StorageError) as caught:
+            recover_store(named)
+        return str(caught.value)
+
+    for wrong in ([b, a], [a], [a, c], [a, b, d], [b, a, d]):
+        assert refused(*wrong).endswith(f": storage={[str(a), str(b)]!r}.")
+    assert "is in 2 storage folders; 3 named" in refused(a, b, d)
+    assert recovered(a, b, remove=False) == 0
+    for old, new in ((a, d), (b, a), (d, b)):
+        old.rename(new)
+    assert refused(a, b).endswith(f": storage={[str(b), str(a)]!r}.")
+    b.rename(d)
+    assert refused(a, b).startswith(f"{str(b / 'default/rank-00000')!r} cannot be found")
+    assert refused(a, b).endswith(f"the other folders: storage={[str(a)]!r}.")
+    d.rename(b)
+    assert recovered(b, a) == 0
 
 
 def test_nothing_to_recover(tmp_path: Path) -> None:

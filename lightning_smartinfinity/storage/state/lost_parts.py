@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Mani
 from lightning_smartinfinity.storage.folders.open_folder import Trust, refuse_foreign
 from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder, rank_folder_path
 
-__all__ = ["FoundPart", "lost_parts", "refuse_lost", "require_present"]
+__all__ = ["FoundPart", "lost_parts", "refuse_lost", "require_present", "right_folders"]
 
 
 class FoundPart(NamedTuple):
@@ -37,22 +37,16 @@ class FoundPart(NamedTuple):
 def lost_parts(parts: Sequence[FoundPart]) -> StorageError | None:
     """Return an error that names the missing parts of a rank's state, and how to go on; None if all are there.
 
-    A part that was not found is looked for in the storage folder that the manifests name.
+    A part that was not found is looked for in the storage folders that the manifests name.
 
     Args:
-        parts: The parts of one store of one rank that were found, at least one, each once.
+        parts: The parts of one store of one rank that were found, at least one.
     """
-    first = parts[0].manifest
-    found = {part.manifest.device: part.storage for part in parts}
-    missing = [
-        Path(storage)
-        for device, storage in enumerate(first.folders)
-        if device not in found and not _has_part(Path(storage), parts[0].job, first, device)
-    ]
+    first, found = parts[0].manifest, _found_everywhere(parts)
+    missing = _missing_folders(first, found)
     if not missing:
         return None
-    here = [str(found.get(device, storage)) for device, storage in enumerate(first.folders)]
-    left = [storage for storage in here if Path(storage) not in missing]
+    left = [str(found[device]) for device in sorted(found)]
     lost = ", ".join(repr(str(rank_folder_path(storage, job=parts[0].job, rank=first.rank))) for storage in missing)
     drives = ", ".join(repr(str(storage)) for storage in missing)
     return StorageError(
@@ -60,6 +54,38 @@ def lost_parts(parts: Sequence[FoundPart]) -> StorageError | None:
         f"{list(first.folders)!r}, {drives} lacks its part.",
         f"Mount {drives}. If it is lost, go on {_from_checkpoint(parts)} with the other folders: storage={left!r}.",
     )
+
+
+def right_folders(parts: Sequence[FoundPart]) -> str:
+    """Return ``storage=[...]`` with the storage folders of a rank's state, in the order of its parts.
+
+    Mounts may have been exchanged since the manifests were written. A part that is not found has the folder of that
+    time.
+
+    Args:
+        parts: As for :func:`lost_parts`.
+    """
+    found = _found_everywhere(parts)
+    folders = [str(found.get(device, storage)) for device, storage in enumerate(parts[0].manifest.folders)]
+    return f"storage={folders!r}"
+
+
+def _found_everywhere(parts: Sequence[FoundPart]) -> dict[int, Path]:
+    """Return the storage folder of each part, by device: those found, and those in the folders of the manifests."""
+    found = {part.manifest.device: part.storage for part in reversed(parts)}
+    for device, storage in enumerate(map(Path, parts[0].manifest.folders)):
+        if storage not in found.values():
+            there = _device_at(storage, parts[0], unread=device)
+            if there is not None:
+                found.setdefault(there, storage)
+    return found
+
+
+def _missing_folders(manifest: Manifest, found: Mapping[int, Path]) -> list[Path]:
+    """Return the storage folder of each missing part. If its mount has another part now, it is one without a part."""
+    free = [storage for storage in map(Path, manifest.folders) if storage not in found.values()]
+    absent = [Path(storage) for device, storage in enumerate(manifest.folders) if device not in found]
+    return [storage if storage in free else next(iter(free), storage) for storage in absent]
 
 
 def _from_checkpoint(parts: Iterable[FoundPart]) -> str:
@@ -71,30 +97,37 @@ def _from_checkpoint(parts: Iterable[FoundPart]) -> str:
     return f"from the newest checkpoint, after step {step}: {user_calls().from_checkpoint.format(path=path)},"
 
 
-def _has_part(storage: Path, job: str, like: Manifest, device: int) -> bool:
+def _device_at(storage: Path, like: FoundPart, *, unread: int) -> int | None:
+    """Return which part of the same state is in a storage folder; None if none is, ``unread`` if it is unreadable."""
+    path = rank_folder_path(storage, job=like.job, rank=like.manifest.rank)
     try:
-        with closing(open_rank_folder(rank_folder_path(storage, job=job, rank=like.rank), trust=Trust.ANY)) as folder:
-            if folder.status(MANIFEST_NAME) is None:
-                return False
-            manifest = read_manifest(folder)
-            return (manifest.job, manifest.device) == (like.job, device)
+        with closing(open_rank_folder(path, trust=Trust.ANY)) as folder:
+            manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
     except OSError:
-        return False
+        return None
     except StorageError:  # the folder exists; opening it raises the reason
-        return True
+        return unread
+    return manifest.device if manifest is not None and manifest.job == like.manifest.job else None
 
 
 def refuse_lost(folders: Sequence[Path], *, job: str, rank: int) -> None:
-    """Check that no part of a rank's state is missing, as far as the manifests in these storage folders tell.
+    """Check that no part of a rank's state is missing, as far as the manifests in these storage folders show.
 
     Raises:
-        StorageError: Parts are missing.
+        StorageError: Parts are missing, or more storage folders are named than the state has.
     """
     found = list(_found_in(folders, job, rank))
     same = [part for part in found if part.manifest.job == found[0].manifest.job]
     error = lost_parts(same) if same else None
     if error is not None:
         raise error
+    number = len(same[0].manifest.folders) if same else 0
+    if same and len(folders) > number:
+        raise StorageError(
+            f"The optimizer state in {str(same[0].storage)!r} (job {job!r}) is in {number} storage folders; "
+            f"{len(folders)} named.",
+            f"Name those that have it: {right_folders(same)}.",
+        )
 
 
 def _found_in(folders: Sequence[Path], job: str, rank: int) -> Iterable[FoundPart]:

@@ -28,6 +28,7 @@ from lightning_smartinfinity.storage.records.training_record import (
     residual_of,
 )
 from lightning_smartinfinity.storage.state.commit_record import CommitRecord, Records, erase_record, read_records
+from lightning_smartinfinity.storage.state.lost_parts import FoundPart, right_folders
 
 __all__ = [
     "UsableRecords",
@@ -105,17 +106,22 @@ def common_manifest(folders: Sequence[OpenFolder], *, rank: int) -> Manifest:
     """
     manifests = [read_manifest(folder) for folder in folders]
     first = manifests[0]
+    parts = [
+        FoundPart(folder.path.parents[1], folder.path.parent.name, manifest, None)
+        for folder, manifest in zip(folders, manifests, strict=True)
+        if (manifest.job, manifest.rank) == (first.job, first.rank)
+    ]
     for device, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
         if (manifest.job, manifest.rank, manifest.device) != (first.job, rank, device):
             raise StorageCorruptError(
                 f"{str(folder.path)!r} belongs to another store, or the storage folders are in another order.",
-                f"Name the storage folders as they were when the state was made: {list(first.folders)!r}.",
+                f"Name the storage folders of the state, in the order of its parts: {right_folders(parts)}.",
             )
     if first.extents.num_devices != len(folders):
         raise StorageCorruptError(
             f"The optimizer state in {str(folders[0].path)!r} is in {first.extents.num_devices} storage folders;"
             f" {len(folders)} named.",
-            f"Name all of them: {list(first.folders)!r}.",
+            f"Name those that have it, in this order: {right_folders(parts)}.",
         )
     return first
 
