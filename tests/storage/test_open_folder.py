@@ -172,16 +172,32 @@ def test_what_comes_after_the_look(
 
 
 @pytest.mark.parametrize("level", ["default", "default/rank-00000"])
-def test_folders_behind_links_are_not_used(tmp_path: Path, level: str, attack: Attack) -> None:
-    """A link in place of the job's or the rank's folder is refused, and state behind it stays."""
+def test_folders_behind_links_are_not_used(
+    tmp_path: Path, level: str, attack: Attack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link in place of the job's or the rank's folder is refused, and state behind it stays. Each remedy helps."""
     left(tmp_path / "elsewhere")
     before = tree(tmp_path / "elsewhere")
     (tmp_path / "s" / level).parent.mkdir(parents=True)
     (tmp_path / "s" / level).symlink_to(tmp_path / "elsewhere" / level)
     for attempt in (create, recover_store, *([make_tensor_files] if level == "default" else [])):
-        with pytest.raises(StorageError, match="is a symbolic link, which is not followed"):
+        with pytest.raises(StorageError, match="is a symbolic link, which is not followed") as caught:
             attempt([tmp_path / "s"])
+    said = str(caught.value)
+    for options, status in ([], 0), (["--verify"], 1), (["--remove", "default"], 1):
+        assert main(["jobs", str(tmp_path / "s"), *options]) == status
+        assert said.split(". ")[0] in "".join(capsys.readouterr())
+    assert main(["scrub", str(tmp_path / "s")]) == 2 and said.split(". ")[0] in capsys.readouterr().err
     assert tree(tmp_path / "elsewhere") == before
+    assert said.endswith(f" Or name {str(tmp_path / 'elsewhere')!r} as storage in place of {str(tmp_path / 's')!r}.")
+    (tmp_path / "s" / level).unlink()
+    (tmp_path / "elsewhere" / level).rename(tmp_path / "else")
+    (tmp_path / "s" / level).symlink_to(tmp_path / "else")
+    with pytest.raises(StorageError, match=r"not followed.* move the folder '(.*)' to '(.*)'\.$") as caught:
+        recover_store([tmp_path / "s"])
+    (tmp_path / "s" / level).unlink()
+    (tmp_path / "else").rename(tmp_path / "s" / level)
+    assert recovered(tmp_path / "s") == 0
     attack(IN_PLACE, tries=1, outcome=REFUSED)
 
 

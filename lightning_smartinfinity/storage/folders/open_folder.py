@@ -22,7 +22,7 @@ from lightning_smartinfinity.storage.folders.replacement import flush_open
 from lightning_smartinfinity.storage.io.deadlines import apart
 from lightning_smartinfinity.storage.io.files import write_all
 
-__all__ = ["ARCHIVE", "OpenFolder", "Trust", "refuse_foreign"]
+__all__ = ["ARCHIVE", "OpenFolder", "Trust", "not_followed", "refuse_foreign"]
 
 ARCHIVE = ".aside"
 """Suffix of the names of damaged files that were archived, and of jobs whose trainings were."""
@@ -240,16 +240,29 @@ def kind_of(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
+def not_followed(path: Path) -> StorageError:
+    """Return the error about a symbolic link in place of a job's or rank's folder.
+
+    Args:
+        path: Path of the link, from ``/``.
+    """
+    target = Path(os.path.realpath(path))
+    remedy = f"Remove the link, and move the folder {str(target)!r} to {str(path)!r}."
+    levels = 2 if path.name.startswith("rank-") else 1  # below the storage folder
+    if target.parts[-levels:] == path.parts[-levels:]:
+        remedy += (
+            f" Or name {str(target.parents[levels - 1])!r} as storage in place of {str(path.parents[levels - 1])!r}."
+        )
+    return StorageError(f"{str(path)!r} is a symbolic link, which is not followed.", remedy)
+
+
 def _open_folder(path: Path, parent: int | None) -> int:
     name = str(path) if parent is None else path.name
     try:
         return os.open(name, _FOLDER, dir_fd=parent)
     except NotADirectoryError:
         if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-            raise StorageError(
-                f"{str(path)!r} is a symbolic link, which is not followed.",
-                "Remove it, and name the folder that it leads to as a storage folder.",
-            ) from None
+            raise not_followed(path) from None
         raise
     except PermissionError:
         refuse_foreign(path, parent=parent)

@@ -15,7 +15,7 @@ from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.settings import JOB_NAME
 from lightning_smartinfinity.storage.folders.lock import KEPT, LOCK_NAME, checkpoint_in, is_locked, read_lock
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
-from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust, refuse_foreign
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust, not_followed, refuse_foreign
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, RankFolder, open_rank_folder
 from lightning_smartinfinity.storage.io.files import bounded, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
@@ -50,7 +50,7 @@ class JobFolder:
 
     Args:
         path: Path of the folder.
-        rank: Number of the rank; ``UNKNOWN_RANK`` if this is a job's folder that cannot be listed.
+        rank: Number of the rank; ``UNKNOWN_RANK`` if this is a job's folder that cannot be listed, or a link to one.
         pid: Process that uses the folder or used it last, numbered in its own PID namespace; None if unknown.
         in_use: Whether that process still uses it.
         num_bytes: Bytes allocated on storage.
@@ -198,12 +198,14 @@ def is_rank_folder(path: Path) -> bool:
 def find_jobs(storage: Path) -> list[Job]:
     """Return the jobs in a storage folder, sorted by name. Nothing there changes; folders of other names are skipped.
 
+    A link to a job's folder is a job that cannot be listed.
+
     Raises:
         StorageError: The folder cannot be read.
         StorageTimeoutError: The disk does not answer.
     """
     with storage_errors("Looking for jobs in", storage):
-        names = sorted(entry.name for entry in os.scandir(storage) if entry.is_dir(follow_symlinks=False))
+        names = sorted(entry.name for entry in os.scandir(storage) if entry.is_dir())
     jobs = (find_job(storage, name) for name in names if JOB_NAME.holds(name))
     return [job for job in jobs if job is not None]
 
@@ -277,6 +279,8 @@ def remove_job(job: Job, *, kept: bool) -> list[Path]:
         StorageTimeoutError: The disk does not answer.
     """
     if not job.listed:
+        if (job.storage / job.name).is_symlink():
+            raise not_followed((job.storage / job.name).absolute())
         raise StorageError(job.problems[0], "Only the user who owns the folder, or root, can remove it.")
     return limited("Removing", job.storage / job.name, _remove_job, job, kept=kept)
 
@@ -304,12 +308,15 @@ def _folders_of(path: Path) -> Iterator[JobFolder]:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        yield JobFolder(path=path, rank=UNKNOWN_RANK, problem=_why_not_listed(path, error))
+        if not path.is_symlink():
+            yield JobFolder(path=path, rank=UNKNOWN_RANK, problem=_why_not_listed(path, error))
         return
-    for name in names:
-        found = _RANK_FOLDER.fullmatch(name)
-        if found is not None:
-            yield _looked_at(path / name, rank=int(found[1]))
+    ranks = [found for name in names if (found := _RANK_FOLDER.fullmatch(name)) is not None]
+    if ranks and path.is_symlink():
+        yield JobFolder(path=path, rank=UNKNOWN_RANK, problem=str(not_followed(path.absolute())))
+        return
+    for found in ranks:
+        yield _looked_at(path / found[0], rank=int(found[1]))
 
 
 def _why_not_listed(path: Path, error: OSError) -> str:
