@@ -184,6 +184,7 @@ def test_folders_behind_links_are_not_used(
         with pytest.raises(StorageError, match="is a symbolic link, which is not followed") as caught:
             attempt([tmp_path / "s"])
     said = str(caught.value)
+    (tmp_path / "s" / "to-itself").symlink_to("to-itself")
     for options, status in ([], 0), (["--verify"], 1), (["--remove", "default"], 1):
         assert main(["jobs", str(tmp_path / "s"), *options]) == status
         assert said.split(". ")[0] in "".join(capsys.readouterr())

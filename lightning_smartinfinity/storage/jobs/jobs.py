@@ -205,7 +205,7 @@ def find_jobs(storage: Path) -> list[Job]:
         StorageTimeoutError: The disk does not answer.
     """
     with storage_errors("Looking for jobs in", storage):
-        names = sorted(entry.name for entry in os.scandir(storage) if entry.is_dir())
+        names = sorted(entry.name for entry in os.scandir(storage) if os.path.isdir(entry))
     jobs = (find_job(storage, name) for name in names if JOB_NAME.holds(name))
     return [job for job in jobs if job is not None]
 
