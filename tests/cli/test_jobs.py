@@ -185,6 +185,16 @@ def test_remove(tmp_path: Path, cli: Cli) -> None:
         for name, said in [("live", f"process {os.getpid()}"), ("kept", "--kept"), ("unknown", "no job 'unknown'")]:
             assert said in cli("jobs", tmp_path, "--remove", name, status=1).err
             assert tree(tmp_path) == before
+    recorded(tmp_path / "two")
+    theirs = tmp_path / "two/default/rank-00000/training-1.bin"
+    theirs.unlink()
+    theirs.mkdir()
+    said = cli("jobs", tmp_path / "two", "--remove", "default").out
+    assert said.splitlines()[1:] == [f"{theirs.parent} stays: it holds files that this package did not make"]
+    assert tree(theirs.parents[1]) == {"rank-00000", "rank-00000/training-1.bin"}
+    theirs.rmdir()
+    cli("jobs", tmp_path / "two", "--remove", "default")
+    (tmp_path / "two").rmdir()
     removing = ["--remove", "default", "--remove", "kept", "--kept"]
     assert cli("jobs", tmp_path, tmp_path, *removing).out.count("Removed ") == 2  # a folder that is named twice, once
     assert tree(tmp_path) == set()

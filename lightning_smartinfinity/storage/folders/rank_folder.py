@@ -349,6 +349,8 @@ class RankFolder:
     def destroy(self) -> None:
         """Delete the store there, its files that were archived, and the folders if they are then empty; unlock.
 
+        A folder that has the name of one of these files stays.
+
         Raises:
             StorageError: A file cannot be deleted.
         """
@@ -359,7 +361,8 @@ class RankFolder:
             self.disown()
             for name in self.inside.names():
                 if name in self._lock.notes.intersection(OUR_NAMES) or _ARCHIVED.fullmatch(name):
-                    self.inside.remove(name)
+                    with suppress(IsADirectoryError):  # not made by this package
+                        self.inside.remove(name)
         self.close(remove=True)
 
     def disown(self) -> None:
