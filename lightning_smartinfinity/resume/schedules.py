@@ -1,44 +1,120 @@
-"""Moves new learning rate schedulers to the position of saved ones, where a resumed run has new hyperparameters."""
+"""Compares the learning rate schedulers of a resumed run with the saved ones, or moves them to the saved position."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["advance_when_loaded"]
+from lightning_smartinfinity.settings.user_calls import user_calls
+
+__all__ = ["advance_when_loaded", "prepare_loads"]
 
 _OF_PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+# Their positions, the rates before the schedule (hyperparameters of the optimizer), and what is compared elsewhere.
+_NOT_COMPARED = frozenset(
+    {
+        *_OF_PLATEAU,
+        *("T_cur", "T_i", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial"),
+        *("base_lrs", "lr_lambdas", "mode_worse", "verbose", "_schedulers"),
+    }
+)
 
 
-def advance_when_loaded(objects: Iterable[object]) -> None:
-    """Make the next ``load_state_dict`` of torch's schedulers take only the number of steps, and repeat these steps.
+def prepare_loads(objects: Iterable[object], *, new_settings: bool) -> None:
+    """Make the next ``load_state_dict`` of torch's schedulers respect, or at least report, their present settings.
 
-    The learning rate is then that of a run that had the scheduler's present settings from its first step. A
-    ``ReduceLROnPlateau`` keeps its counters, and the present learning rate.
+    With new settings the load takes only the number of steps, and repeats these steps. The learning rate is then that
+    of a run that had the scheduler's present settings from its first step. A ``ReduceLROnPlateau`` keeps its counters,
+    and the present learning rate. Without new settings the first rank warns of settings that the load changes.
 
     Args:
-        objects: The new schedulers; other objects do not change.
+        objects: The new schedulers, whose states are loaded next; other objects do not change.
+        new_settings: Whether the schedulers keep their present settings.
     """
     for scheduler in objects:
         if isinstance(scheduler, LRScheduler):
-            _advance_once(scheduler)
+            _load_once(scheduler, _advance if new_settings else _load_and_compare)
 
 
-def _advance_once(scheduler: Any) -> None:
-    def load(state_dict: Mapping[str, Any]) -> None:
+def advance_when_loaded(objects: Iterable[object]) -> None:
+    """Call :func:`prepare_loads` for new settings."""
+    prepare_loads(objects, new_settings=True)
+
+
+def _load_once(scheduler: Any, load: Callable[[Any, Mapping[str, Any]], None]) -> None:
+    def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         del scheduler.load_state_dict  # restores the class's method
-        if isinstance(scheduler, ReduceLROnPlateau):
-            vars(scheduler).update({name: state_dict[name] for name in _OF_PLATEAU})
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it steps before the optimizer does
-            for _ in range(_steps_in(state_dict) - _steps_in(scheduler.state_dict())):
-                scheduler.step()
+        load(scheduler, state_dict)
 
-    scheduler.load_state_dict = load
+    scheduler.load_state_dict = load_state_dict
+
+
+def _advance(scheduler: Any, state_dict: Mapping[str, Any]) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        vars(scheduler).update({name: state_dict[name] for name in _OF_PLATEAU})
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it steps before the optimizer does
+        for _ in range(_steps_in(state_dict) - _steps_in(scheduler.state_dict())):
+            scheduler.step()
+
+
+def _load_and_compare(scheduler: Any, state_dict: Mapping[str, Any]) -> None:
+    changes = _changes(scheduler, state_dict)
+    scheduler.load_state_dict(state_dict)
+    if not changes or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    now, before = (", ".join(dict.fromkeys(column)) for column in zip(*changes, strict=True))
+    warnings.warn(
+        f"The script sets {now} in its {type(scheduler).__name__}, but the training that it resumes has "
+        f"{before}, and keeps that. To train on with the new value{'s' if changes[1:] else ''}, "
+        f"{user_calls().changes}.",
+        stacklevel=4,
+    )
+
+
+def _changes(scheduler: LRScheduler, saved: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the settings that differ, each as text of the script's own and of the saved value."""
+    changes = list[tuple[str, str]]()
+    for name, own in scheduler.state_dict().items():
+        if name in saved and _is_setting(scheduler, name):
+            before = type(own)(saved[name]) if isinstance(own, Counter) else saved[name]
+            if _plain(own) != _plain(before):
+                changes.append((f"{name.strip('_')}={_plain(own)}", f"{name.strip('_')}={_plain(before)}"))
+    children = zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
+    return changes + [change for child, state in children for change in _changes(child, state)]
+
+
+def _is_setting(scheduler: LRScheduler, name: str) -> bool:
+    """Return whether a value of a scheduler's state is a setting.
+
+    Of a class that is not torch's, these are only the values that have the name of an argument: others may be counters.
+    """
+    if name in _NOT_COMPARED:
+        return False
+    makers = [vars(each)["__init__"] for each in type(scheduler).__mro__ if "__init__" in vars(each)]
+    is_argument = any(name in inspect.signature(each).parameters for each in makers)
+    return is_argument or type(scheduler).__module__ == LRScheduler.__module__
+
+
+def _plain(value: object) -> object:
+    """Return a value as numbers, strings, lists and dictionaries; an object of another class as its class."""
+    if isinstance(value, Counter):
+        return sorted(value.elements())
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value if value is None or isinstance(value, str | int | float) else type(value)
 
 
 def _steps_in(state_dict: Mapping[str, Any]) -> int:
