@@ -25,7 +25,6 @@ Each part of a file has 8 hexadecimal digits per block. Later versions must keep
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -36,14 +35,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_smartinfinity import __version__
 from lightning_smartinfinity.common.progress import Advance
-from lightning_smartinfinity.common.versions import unreadable
-from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
+from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.storage.io.files import OpenFile, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.sealed import crc32c
-from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import BLOCK_BYTES, CHECKSUMS_VERSION, num_blocks
+from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import BLOCK_BYTES, num_blocks
+from lightning_smartinfinity.zero3.checkpoints.formats.sealed_json import read_sealed, write_sealed
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import require_file
 
 __all__ = [
@@ -66,7 +64,6 @@ _ABOUT = (
     "Checksums of the weights in this folder. `smart-infinity scrub FOLDER` compares them. Delete this file if you "
     "change the weights by another program."
 )
-_DAMAGED = (ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RecursionError)
 
 
 class Part(NamedTuple):
@@ -177,11 +174,8 @@ def write_checksums(folder: Path, files: Files) -> None:
         "about": _ABOUT,
         "block_bytes": BLOCK_BYTES,
         "files": {file: {name: _saved(part) for name, part in parts.items()} for file, parts in files.items()},
-        "package": __version__,
-        "version": CHECKSUMS_VERSION,
     }
-    text = json.dumps({**content, "crc32c": _seal(content)}, indent=1, sort_keys=True)
-    (folder / CHECKSUMS_NAME).write_text(text + "\n")
+    write_sealed(folder / CHECKSUMS_NAME, content)
 
 
 def read_checksums(folder: Path) -> ExportChecksums | None:
@@ -193,34 +187,12 @@ def read_checksums(folder: Path) -> ExportChecksums | None:
         StorageError: It cannot be read.
     """
     path = folder / CHECKSUMS_NAME
-    require_file(path)
-    with storage_errors("Reading", path):
-        try:
-            text = limited("Reading", path, path.read_bytes)
-        except FileNotFoundError:
-            return None
-    remedy = f"Export again, or delete {path}: then nothing is compared."
-    try:
-        content = json.loads(text)
-        if content.pop("crc32c") != _seal(content):
-            raise ValueError("its own checksum is wrong")
-        version = int(content["version"])
-        files = _files_in(content) if version <= CHECKSUMS_VERSION else {}
-    except _DAMAGED as error:
-        raise CheckpointError(f"{path} is damaged: {error}.", remedy) from error
-    if version > CHECKSUMS_VERSION:
-        writer, reads = str(content.get("package", "")), (CHECKSUMS_VERSION, CHECKSUMS_VERSION)
-        problem, use = unreadable(str(path), version=version, reads=reads, writer=writer)
-        raise UnsupportedError(problem, f"{use}. {remedy}")
-    return ExportChecksums(folder, files)
+    files = read_sealed(path, _files_in, remedy=f"Export again, or delete {path}: then nothing is compared.")
+    return None if files is None else ExportChecksums(folder, files)
 
 
 def _files_in(content: Mapping[str, Any]) -> Files:
     return {file: {name: _read(part) for name, part in parts.items()} for file, parts in content["files"].items()}
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    return _hexadecimal([crc32c(json.dumps(content, sort_keys=True).encode())])
 
 
 def _saved(part: Part) -> dict[str, object]:

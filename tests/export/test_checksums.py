@@ -26,7 +26,7 @@ from lightning_smartinfinity.export.checksums import CHECKSUMS_NAME, read_checks
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.export.pretrained import OriginalWeights
 from lightning_smartinfinity.export.scrub import scrub_export
-from lightning_smartinfinity.zero3.checkpoints.formats import part_checksums, whole_file
+from lightning_smartinfinity.zero3.checkpoints.formats import part_checksums, sealed_json, whole_file
 from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import PartChecksums
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMAGE
 from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
@@ -201,14 +201,17 @@ def test_checksums_of_a_newer_version(folder: Path, capsys: pytest.CaptureFixtur
     content = json.loads((folder / CHECKSUMS_NAME).read_text())
     del content["crc32c"]
     content["version"] += 1
-    (folder / CHECKSUMS_NAME).write_text(json.dumps({**content, "crc32c": checksums._seal(content)}))
+    (folder / CHECKSUMS_NAME).write_text(json.dumps({**content, "crc32c": sealed_json._seal(content)}))
     with pytest.raises(UnsupportedError, match=r"a newer version .* which reads 1\. Use version .* delete"):
         read_checksums(folder)
     assert main(["scrub", str(folder), "--quiet"]) == 2
 
 
 def test_files_of_torch_without_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files of torch's older format and without CRC-32s load with one warning, and have status 2 in a scrub."""
+    """Files of torch's older format and without CRC-32s load with one warning, and have status 2 in a scrub.
+
+    A file that was cut to nothing is damaged.
+    """
     weights = {"weight": torch.arange(3.0)}
     torch.save(weights, tmp_path / "older.pt", _use_new_zipfile_serialization=False)
     torch.serialization.set_crc32_options(False)
@@ -227,6 +230,10 @@ def test_files_of_torch_without_checksums(tmp_path: Path, capsys: pytest.Capture
         warnings.simplefilter("error")
         load_verified(torch.load, tmp_path / "with.pt")
     assert main(["scrub", str(tmp_path / "with.pt"), "--quiet"]) == 0
+    (tmp_path / "with.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"with\.pt is damaged: it is empty"):
+        load_verified(torch.load, tmp_path / "with.pt")
+    assert main(["scrub", str(tmp_path / "with.pt"), "--quiet"]) == 1
 
 
 # ---- arithmetic

@@ -31,6 +31,7 @@ from lightning_smartinfinity.storage.records.training_record import (
     read_training_records,
 )
 from lightning_smartinfinity.storage.state import commit_record
+from lightning_smartinfinity.zero3.checkpoints.formats.file_checksums import FILE_CHECKSUMS_NAME, write_file_checksums
 from lightning_smartinfinity.zero3.checkpoints.formats.format_version import CHECKPOINT_VERSION, EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import CHECKSUMS_VERSION
 from lightning_smartinfinity.zero3.checkpoints.formats.whole_file import CHECKSUMS_KEY
@@ -161,7 +162,7 @@ def _other_loops(folder: Path) -> dict[str, Any]:
 
 
 def _checksums_of_exports(folder: Path) -> Schemas:
-    """Return the schemas of the checksums in exports for transformers and for Lightning, if they have some."""
+    """Return the schemas of checksums, if there are exports for transformers and for Lightning that have some."""
     if not (folder / "export" / CHECKSUMS_NAME).exists():
         return {}
     saved = json.loads((folder / "export" / CHECKSUMS_NAME).read_text())
@@ -169,7 +170,9 @@ def _checksums_of_exports(folder: Path) -> Schemas:
     in_file = torch.load(folder / "export.ckpt", weights_only=True)[CHECKSUMS_KEY]
     assert saved["version"] == in_file["version"]
     described = {"file": schema({**saved, "files": sorted(parts)}), "parts": schema([*parts.values()])}
-    return {"checksums": {str(saved["version"]): {**described, "entry": schema(in_file)}}}
+    write_file_checksums(folder, ["export.ckpt"])  # as of a file that transformers stores in a checkpoint
+    of_files = schema(json.loads((folder / FILE_CHECKSUMS_NAME).read_text()))
+    return {"checksums": {str(saved["version"]): {**described, "entry": schema(in_file), "files": of_files}}}
 
 
 def _names_only(groups: list[Any]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -17,6 +18,8 @@ import torch.distributed as dist
 import transformers
 
 from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError
+from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.integrations import session as near_storage
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.integrations.transformers.resume import (
@@ -26,9 +29,13 @@ from lightning_smartinfinity.integrations.transformers.resume import (
 )
 from lightning_smartinfinity.resume.start import choose_start
 from lightning_smartinfinity.settings.strategy import StrategySettings
+from lightning_smartinfinity.zero3.checkpoints.formats.file_checksums import FILE_CHECKSUMS_NAME, read_file_checksums
+from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
+from tests.helpers.attacks import Attack
+from tests.helpers.damage import flip_bit
 from tests.helpers.ranks import on_ranks
 from tests.helpers.waiting import await_that, lenient
-from tests.huggingface.trained import arguments, dataset, load
+from tests.huggingface.trained import arguments, dataset, load, train
 
 
 def checkpoint(folder: Path, state: str | None = "{}", *, engine: bool = True) -> str:
@@ -95,6 +102,38 @@ def test_only_checkpoints_lose_their_last_file(tmp_path: Path) -> None:
     assert Path(own, "optimizer.pt").is_file() and not Path(other, "optimizer.pt").exists()
 
 
+FILES = ["optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin"]
+
+
+@pytest.mark.parametrize("tries", [3, pytest.param(40, marks=pytest.mark.long)])
+def test_flipped_bits(
+    tries: int, model_folder: Path, tmp_path: Path, attack: Attack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In each file of transformers' that a resume reads, and in their checksums: a resume and a scrub name the file.
+
+    A checkpoint without the checksums, which an earlier version saved, is resumed, and a scrub reports it as unknown.
+    """
+    train(model_folder, tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    folder = tmp_path / "checkpoint-1"
+    checksums = read_file_checksums(folder)
+    assert checksums is not None and list(checksums.files) == FILES
+    attack("bit flip in a file that transformers stores in a checkpoint", tries=tries * 6, outcome="CheckpointError")
+    for number, name in enumerate([*FILES, FILE_CHECKSUMS_NAME] * tries):
+        whole, generator = (folder / name).read_bytes(), random.Random(number)
+        flip_bit(folder / name, generator)
+        while name == FILE_CHECKSUMS_NAME and (folder / name).read_bytes().split() == whole.split():  # other spaces
+            flip_bit(folder / name, generator)
+        for given in (True, str(folder)):
+            with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
+                checkpoint_to_resume(given, str(tmp_path), warn=True)
+        assert any(f"{name} is damaged" in each for each in scrub_checkpoint(folder, show=hidden).damaged)
+        (folder / name).write_bytes(whole)
+    assert main(["scrub", str(folder), "--quiet"]) == 0
+    (folder / FILE_CHECKSUMS_NAME).unlink()
+    assert checkpoint_to_resume(True, str(tmp_path), warn=True) == str(folder)
+    assert main(["scrub", str(folder), "--quiet"]) == 2 and FILE_CHECKSUMS_NAME in capsys.readouterr().err
+
+
 def recording(flush: Callable[[int], None], folder: Path, rank: int) -> Callable[[int], None]:
     """Return an ``os.fsync`` that leaves a file with the rank and the name of each file that was flushed."""
 
@@ -130,7 +169,8 @@ def save_on_rank(folder: Path, rank: int) -> Any:
     def rotate(*_: object, **__: object) -> None:
         found = {file.name: file.read_text() for file in folder.glob("flushed-?-rng_state_?.pth")}
         whole = {file.name: str(file.stat().st_size) for file in (folder / "checkpoint-7").glob("rng_state_*")}
-        seen.write_text(json.dumps([found, whole]))
+        checksums = read_file_checksums(folder / "checkpoint-7")
+        seen.write_text(json.dumps([found, whole, checksums and list(checksums.files)]))
 
     trainer = mock.MagicMock(hp_search_backend=None)
     trainer.args.save_only_model = trainer.args.push_to_hub = False
@@ -141,8 +181,9 @@ def save_on_rank(folder: Path, rank: int) -> Any:
         mock.patch.object(transformers.trainer, "rotate_checkpoints", rotate),
         mock.patch.object(os, "fsync", recording(os.fsync, folder, rank)),
         mock.patch.object(torch, "save", late(torch.save, seen) if rank else torch.save),
-        SmartInfinityTraining(storage=folder / "storage"),
+        SmartInfinityTraining(storage=folder / "storage") as training,
     ):
+        trainer.save_model = lambda into, _internal_call: training._save_model(trainer, into, True, lambda: None)
         trainer._save_rng_state = partial(transformers.Trainer._save_rng_state, trainer)
         transformers.Trainer._save_checkpoint(trainer, mock.MagicMock(), None)
     return json.loads(seen.read_text()) if rank == 0 else None
@@ -184,7 +225,7 @@ def test_ranks_start_together(of_ranks: Any) -> None:
 
 def test_random_states_of_all_ranks_are_flushed_before_older_checkpoints_are_removed(of_ranks: Any) -> None:
     """Each rank writes a file of its own, which may take longer than all that rank 0 writes."""
-    flushed, whole = of_ranks[0][1]
-    assert whole.keys() == {"rng_state_0.pth", "rng_state_1.pth"}
+    flushed, whole, with_checksums = of_ranks[0][1]
+    assert whole.keys() == {"rng_state_0.pth", "rng_state_1.pth"} <= set(with_checksums)
     for rank in (0, 1):  # whose files may lie on other machines
         assert flushed[f"flushed-{rank}-rng_state_{rank}.pth"] == whole[f"rng_state_{rank}.pth"]

@@ -13,7 +13,13 @@ import torch
 
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
 from lightning_smartinfinity.storage.folders.replacement import flush, flush_names, flush_tree
+from lightning_smartinfinity.storage.io.files import listed
 from lightning_smartinfinity.storage.io.os_errors import in_short, storage_errors
+from lightning_smartinfinity.zero3.checkpoints.formats.file_checksums import (
+    FILE_CHECKSUMS_NAME,
+    read_file_checksums,
+    write_file_checksums,
+)
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import require_file
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 
@@ -25,6 +31,8 @@ __all__ = [
     "resume_within_smart_infinity_training",
     "steps_of_checkpoints",
 ]
+
+_REMEDY = "Move the checkpoint to another folder, or name the checkpoint to resume from."
 
 
 def checkpoint_to_resume(given: str | bool | None, output_dir: str, *, warn: bool) -> str | bool | None:
@@ -78,7 +86,8 @@ def steps_of_checkpoints(output_dir: str, *, warn: bool) -> tuple[dict[str, int]
 def begin_checkpoint(folder: str, *, resumable: bool) -> None:
     """Prepare a checkpoint folder before its files are written.
 
-    If the folder exists, the Trainer's state in it is removed; it is written last, so it marks a complete checkpoint. A
+    If the folder exists, the checksums in it and the Trainer's state are removed, in this order. These are written
+    last: the Trainer's state marks a checkpoint as complete, and its checksums mark it as complete and flushed. A
     placeholder is written as the optimizer file that a Trainer in memory would load. Loading it raises an error that
     names :func:`resume_within_smart_infinity_training`, so that such a Trainer does not resume with a new optimizer.
 
@@ -92,7 +101,8 @@ def begin_checkpoint(folder: str, *, resumable: bool) -> None:
     if _number_of(Path(folder)) is None:
         return
     with storage_errors("Beginning the checkpoint", folder):
-        Path(folder, _trainer_state()).unlink(missing_ok=True)
+        for name in (FILE_CHECKSUMS_NAME, _trainer_state()):
+            Path(folder, name).unlink(missing_ok=True)
         if resumable:
             saved = io.BytesIO()
             torch.save(_InMemory(folder), saved)
@@ -117,17 +127,23 @@ def flush_file(file: str) -> None:
 
 
 def end_checkpoint(folder: Path) -> None:
-    """Flush a checkpoint after its files are written. The engine flushed its own files; transformers flushes none.
+    """Flush a checkpoint after its files are written, and write checksums of those of transformers.
+
+    The engine flushed its own files, which have checksums; transformers does neither.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint, or a folder of checkpoints, which is only flushed.
 
     Raises:
-        StorageError: A file could not be flushed.
+        StorageError: A file could not be flushed, or the checksums could not be written.
     """
     with storage_errors("Flushing the checkpoint", folder):
         flush_tree(folder)
-        flush_names(folder)
+        if _number_of(folder) is None:
+            flush_names(folder)
+        else:
+            write_file_checksums(folder, [file.name for name in _trainer_files() for file in listed(folder, name)])
+            flush_names(folder / FILE_CHECKSUMS_NAME)
 
 
 def resume_within_smart_infinity_training(folder: str) -> NoReturn:
@@ -202,8 +218,9 @@ def _fault_in(folder: Path) -> str | None:
     """Return why a training cannot resume from a folder, or None if it can.
 
     Raises:
-        CheckpointError: The Trainer's state is complete, but damaged.
+        CheckpointError: The Trainer's state is complete, but damaged; or a file differs from its checksum.
     """
+    _require_undamaged(folder)
     file = folder / _trainer_state()
     require_file(file)
     text = file.read_bytes().strip() if file.exists() else b""
@@ -214,15 +231,33 @@ def _fault_in(folder: Path) -> str | None:
     except ValueError as error:
         raise CheckpointError(
             f"{file} is damaged ({in_short(error)}), and its checkpoint may be the newest.",
-            "Move the checkpoint to another folder, or name the checkpoint to resume from.",
+            _REMEDY,
         ) from error
     if not any(path.is_dir() for path in folder.glob("global_step*")):
         return "it holds a model without optimizer state (save_only_model=True?)"
     return None
 
 
+def _require_undamaged(folder: Path) -> None:
+    """Compare the files of transformers with their checksums. Checkpoints of earlier versions have none."""
+    checksums = read_file_checksums(folder)
+    damage = None if checksums is None else next(checksums.damage(), None)
+    if damage is not None:
+        raise CheckpointError(
+            damage,
+            f"{_REMEDY} If the change was intended, delete {folder / FILE_CHECKSUMS_NAME}: then nothing is compared.",
+        )
+
+
 def _told(faults: dict[str, str]) -> str:
     return "; ".join(f"{name} is passed over, since {fault}" for name, fault in faults.items())
+
+
+def _trainer_files() -> list[str]:
+    """Return the names of the files that transformers' Trainer writes for a resume, as patterns."""
+    from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+    return [_trainer_state(), TRAINING_ARGS_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME, "rng_state*.pth"]
 
 
 def _trainer_state() -> str:

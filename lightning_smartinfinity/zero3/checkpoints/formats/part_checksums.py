@@ -14,7 +14,7 @@ from lightning_smartinfinity import native
 __all__ = ["BLOCK_BYTES", "CHECKSUMS_VERSION", "PartChecksums", "checksums_of", "num_blocks"]
 
 CHECKSUMS_VERSION = 1
-"""Version of the format of an export's checksums, in both kinds of exports."""
+"""Version of the format of checksums: in both kinds of exports, and of files that transformers stores."""
 
 BLOCK_BYTES = 4 << 20
 """Bytes of a block: a multiple of every dtype's size."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_smartinfinity.common.progress import Show
-from lightning_smartinfinity.errors import CheckpointError, StorageError
+from lightning_smartinfinity.errors import CheckpointError, StorageError, UnsupportedError
 from lightning_smartinfinity.storage.io.deadlines import doing_now
 from lightning_smartinfinity.storage.io.files import bounded
 from lightning_smartinfinity.storage.io.os_errors import storage_error
@@ -26,6 +26,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import 
     require_latest,
     tagged_folder,
 )
+from lightning_smartinfinity.zero3.checkpoints.formats.file_checksums import FILE_CHECKSUMS_NAME, read_file_checksums
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_training import MASTERS
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMAGE, windows
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import (
@@ -42,6 +43,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFo
 __all__ = ["ScrubbedCheckpoint", "scrub_checkpoint"]
 
 _NAMED = 8  # missing ranks
+_TRAINER_STATE = "trainer_state.json"  # in checkpoints of transformers' Trainer
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(model|optim)_states\.pt")
 
 
@@ -112,6 +114,24 @@ def _scrub_folder(path: Path, found: ScrubbedCheckpoint, show: Show) -> None:
     if not found.unknown:
         for sentence in (_of_universal if universal else _of_ordinary)(folder, files, damaged):
             found.damaged.append(sentence)
+    _scrub_trainer_files(path, found)
+
+
+def _scrub_trainer_files(path: Path, found: ScrubbedCheckpoint) -> None:
+    """Compare the files that transformers' Trainer has stored next to ours."""
+    try:
+        checksums = read_file_checksums(path)
+        if checksums is not None:
+            found.files.extend(path / name for name in checksums.files)
+            found.damaged.extend(checksums.damage())
+        elif (path / _TRAINER_STATE).exists():
+            found.unknown.append(
+                f"{path} has no {FILE_CHECKSUMS_NAME}, so the files of transformers' Trainer were not compared."
+            )
+    except CheckpointError as error:  # the file of the checksums is damaged
+        found.damaged.append(error.problem)
+    except UnsupportedError as error:
+        found.unknown.append(str(error))
 
 
 def _read_files(files: Sequence[Path], found: ScrubbedCheckpoint, path: Path, show: Show) -> set[Path]:
