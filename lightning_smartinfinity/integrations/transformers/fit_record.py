@@ -150,9 +150,10 @@ class RecordedTraining:
 
     def _init(self, original: Callable[..., tuple[int, int]], *args: Any) -> tuple[int, int]:
         epoch, num_batches = original(*args)
-        if self._loop is None:
-            return epoch, num_batches
         trainer = self._trainer
+        if self._loop is None:
+            _warn_of_callbacks(trainer)
+            return epoch, num_batches
         _restore_callbacks(_exportable(trainer), self._loop["callbacks"])
         states = type(trainer.state)(stateful_callbacks=[*_exportable(trainer), trainer.control])
         trainer.state.stateful_callbacks = states.stateful_callbacks  # saves replace the states of these names
@@ -314,6 +315,21 @@ def _restore_callbacks(callbacks: list[Any], saved: list[list[Any]]) -> None:
         warnings.warn(
             f"The training that is resumed had callbacks that this one has not: {', '.join(name for name, _ in rest)}. "
             "Their states are left out.",
+            stacklevel=2,
+        )
+
+
+def _warn_of_callbacks(trainer: Trainer) -> None:
+    """Warn of callbacks whose states are in the checkpoint that is resumed, and are not restored."""
+    saved, own = (
+        state.stateful_callbacks
+        for state in (trainer.state, type(trainer.state)(stateful_callbacks=_exportable(trainer)))
+    )
+    left = sorted(name for name in saved.keys() & own.keys() if saved[name] != own[name])
+    if left and not trainer.args.restore_callback_states_from_checkpoint and trainer.is_world_process_zero():
+        warnings.warn(
+            f"The checkpoint has states of callbacks that are not restored: {', '.join(left)}. To restore them, pass "
+            "TrainingArguments(restore_callback_states_from_checkpoint=True).",
             stacklevel=2,
         )
 
