@@ -74,8 +74,15 @@ def test_a_kill(step: int, method: str, straight: Left, model_folder: Path, tmp_
         ):
             resumed = train_interrupted(dataclasses.replace(run, out=str(copy), how="", resume=True))
         assert [log[0] for log in resumed.logs] == [log[0] for log in straight.logs if log[0] > 3]
+    other = shutil.copytree(run.out, tmp_path / "other")
     resumed = train_interrupted(dataclasses.replace(run, how="", resume="storage"))
     assert_goes_on(resumed, straight, after=step)
+    if not saves:
+        changes = {"gradient_accumulation_steps": 5, "max_steps": 7}
+        changed = dataclasses.replace(run, out=str(other), how="", resume="storage", changes=changes)
+        with pytest.warns(UserWarning, match="after [68] batches .* gradient_accumulation_steps=5 .* are used again"):
+            losses = [log[1]["loss"] for log in train_interrupted(changed).logs if "loss" in log[1]]
+        assert len(losses) > 3 and min(losses) > 5  # of whole windows
 
 
 def test_ctrl_c(

@@ -276,10 +276,18 @@ class RecordedTraining:
     def _find_batch(self, loop: ClientState, epoch: dict[str, Any]) -> None:
         """Make the epoch continue after the batches already used, or end at once if the recorded one ends here."""
         trainer, steps = self._trainer, epoch["steps_in_epoch"]
-        used = round(loop["fraction"] * steps)
+        used, window = round(loop["fraction"] * steps), trainer.args.gradient_accumulation_steps
         is_over = used >= steps or trainer.control.should_epoch_stop or trainer.control.should_training_stop
         if is_over:
-            used = epoch["num_update_steps_per_epoch"] * trainer.args.gradient_accumulation_steps
+            used = epoch["num_update_steps_per_epoch"] * window
+        elif used % window:
+            loop["batches"] = None  # the position is within a window: the Trainer skips the batches before the window
+            warnings.warn(
+                f"The interrupted training stopped after {used} batches of its epoch, and "
+                f"gradient_accumulation_steps={window} does not divide them. The last {used % window} are used again.",
+                stacklevel=2,
+            )
+            used -= used % window
         epoch["steps_trained_in_current_epoch"] = used
         if self._continues:
             assert self._batches is not None
