@@ -257,6 +257,8 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     if how == "error":
         raise RuntimeError("an error of the user's")
+    if how == "exit":
+        sys.exit(1)
     if how == "interrupt":
         raise KeyboardInterrupt
 

@@ -124,13 +124,18 @@ def test_one_script_is_its_own_restart(straight: Path, tmp_path: Path, attack: A
 
 @pytest.mark.parametrize("when", ["end", "saved end"])
 def test_an_error_after_the_fit(when: str, straight: Path, tmp_path: Path) -> None:
-    """A script that fails before it saves what it has trained leaves the state, from which the fit ends at once."""
+    """A script that fails before it saves what it has trained leaves the state, from which the fit ends at once.
+
+    ``sys.exit(1)`` is such a failure.
+    """
     last = max(steps_of(straight))
     code, output = run(tmp_path / "broken", kill_at=f"error at {when}", kill_step=last)
     assert code == 1, output[-2000:]
     left = list((tmp_path / "broken" / "storage0").iterdir())
     assert bool(left) == (when == "end") == ("ckpt_path='storage'" in output)
     if left:
+        _, output = run(tmp_path / "broken", resume=True, kill_at="exit at end", kill_step=last, ends=1)
+        assert "The training was complete, but an error ended the script" in output
         assert_resumes(tmp_path / "broken", straight)
 
 
