@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,7 +28,7 @@ from lightning_smartinfinity.storage.io.files import OpenFile, write_all
 from lightning_smartinfinity.storage.jobs.jobs import find_job, remove_job
 from lightning_smartinfinity.storage.records import record_writes
 from lightning_smartinfinity.storage.records.sealed import crc32c
-from lightning_smartinfinity.storage.records.training_record import TrainingRecord
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord, record_name
 from lightning_smartinfinity.storage.spread import Placement
 from lightning_smartinfinity.storage.state.commit_record import (
     CommitRecord,
@@ -113,6 +114,17 @@ def layout(**changes: Any) -> Change:
             StorageError,
             "by a newer version of lightning-smartinfinity, 9.9.9, in format version 6.",
         ),
+        *(
+            pytest.param(
+                lambda manifest, version=version: manifest_with(manifest).replace(
+                    b'"version": 5', b'"version": %d' % version
+                ),
+                StorageCorruptError,
+                "does not match its checksum",
+                id=f"damaged version {version}",
+            )
+            for version in (2, 3, 99)
+        ),
         (values(state_format=[]), StorageError, "in the format []"),
         (values(rank=1), StorageCorruptError, "belongs to another store"),
         *(
@@ -162,16 +174,20 @@ def test_manifest_of_another(tmp_path: Path, change: Change, kind: type[StorageE
     assert caught.value.remedy
 
 
-def test_every_bit_of_a_manifest(tmp_path: Path) -> None:
+def test_every_bit_of_a_manifest(tmp_path: Path, attack: Attack) -> None:
     """Whichever bit of it flips, the store is refused, and the error names the file."""
     path = left(tmp_path, generations=0) / "manifest.json"
     content, folder, told = path.read_bytes(), OpenFolder(path.parent), ""
-    for number in range(0, 8 * len(content), 7):  # each bit of some byte, and each byte
+    flips = range(0, 8 * len(content), 7)  # each bit of some byte, and each byte
+    for number in flips:
         path.write_bytes(flipped(content, number // 8, number % 8))
         with pytest.raises(StorageCorruptError, match=r"manifest\.json") as caught:
             read_manifest(folder)
         told += str(caught.value)
     assert "does not match its checksum" in told and "TransferConfig(job=...)" in told
+    attack(
+        "bit flip in a manifest, before recovery or a resume", tries=len(flips), outcome="refused by the file's name"
+    )
 
 
 def test_manifest_larger_than_any(tmp_path: Path) -> None:
@@ -311,9 +327,11 @@ def test_a_damaged_training_record_of_two(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_in_a_training_record(tmp_path: Path, attack: Attack) -> None:
-    """A scrub names the record that is damaged, whichever bit it is."""
-    folder, tries = recorded(tmp_path, num_records=2), 0
-    for name in ("training-0.bin", "training-1.bin"):
+    """A scrub names the record that is damaged, whichever bit it is. A resume goes on from the other one."""
+    folder, tries, resumed = recorded(tmp_path, num_records=2), 0, 0
+    records = {record_name(record.number): record for record in find_resumable([tmp_path], job="default", rank=0)[1]}
+    assert len(records) == 2
+    for name, other in permutations(records):
         content = (folder / name).read_bytes()
         for at in range(len(content)):
             changed = bytearray(content)
@@ -322,9 +340,16 @@ def test_a_flipped_bit_in_a_training_record(tmp_path: Path, attack: Attack) -> N
             (sentence,) = scrub_rank([folder], rank=0, show=hidden).unknown
             assert name in sentence and "goes on from step" in sentence, at
             tries += 1
+            if at % 31 == 0:  # a resume reads the state, too
+                with pytest.warns(UserWarning, match=f"{name}' is damaged"):
+                    assert find_resumable([tmp_path], job="default", rank=0)[1] == [records[other]], at
+                resumed += 1
         (folder / name).write_bytes(content)
     assert scrub_rank([folder], rank=0, show=hidden).unknown == ()
     attack("bit flip in a training record, before a scrub", tries=tries, outcome="the scrub names the record")
+    attack(
+        "bit flip in a training record, before a resume", tries=resumed, outcome="told; the step before is resumed from"
+    )
 
 
 def test_training_records_whose_content_is_not_ours(tmp_path: Path) -> None:

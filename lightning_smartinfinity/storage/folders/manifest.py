@@ -139,7 +139,8 @@ def read_manifest(folder: OpenFolder) -> Manifest:
     except _DAMAGE as error:
         raise _damaged(path) from error
     reads = (_VERSION_WITHOUT_CHECKSUM, FORMAT_VERSION)
-    if version > FORMAT_VERSION and _checksum_of(content) in (None, zlib.crc32(_body(content))):
+    _verify(content, path, has_checksum=_VERSION_WITHOUT_CHECKSUM < version <= FORMAT_VERSION)
+    if version > FORMAT_VERSION:
         writer = str(values.get("package", ""))
         problem, remedy = unreadable(repr(str(path)), version=version, reads=reads, writer=writer)
         raise StorageError(problem, f"{remedy}, or choose another TransferConfig(job=...).")
@@ -148,8 +149,6 @@ def read_manifest(folder: OpenFolder) -> Manifest:
             f"{str(path)!r} has format version {version}; this package reads versions {reads[0]} to {reads[1]}.",
             "Use the version of the package that wrote it, or remove the folder to start anew.",
         )
-    if version != _VERSION_WITHOUT_CHECKSUM:
-        _verify(content, path)
     if values.get("state_format") not in tuple(STATE_FORMATS):
         raise (StorageCorruptError if version == _VERSION_WITHOUT_CHECKSUM else StorageError)(
             f"{str(path)!r} says that the optimizer state is in the format {values.get('state_format')!r}; this package"
@@ -162,13 +161,19 @@ def read_manifest(folder: OpenFolder) -> Manifest:
         raise _damaged(path) from error
 
 
-def _verify(content: bytes, path: Path) -> None:
-    """Compare a manifest with its checksum.
+def _verify(content: bytes, path: Path, *, has_checksum: bool) -> None:
+    """Compare a manifest with its checksum, whatever its version, which may itself be damaged.
+
+    Args:
+        content: Content of the file.
+        path: Its path, for the error.
+        has_checksum: Whether all manifests of its version have a checksum.
 
     Raises:
-        StorageCorruptError: The checksum differs or is missing.
+        StorageCorruptError: The checksum differs, or is missing.
     """
-    if _checksum_of(content) != zlib.crc32(_body(content)):
+    checksum = _checksum_of(content)
+    if has_checksum if checksum is None else checksum != zlib.crc32(_body(content)):
         raise StorageCorruptError(
             f"{str(path)!r} does not match its checksum: something changed it after this package had written it.",
             "Resume from a checkpoint with a new store: remove the folder or choose another TransferConfig(job=...).",
