@@ -259,7 +259,10 @@ def test_plain_weights_reach_the_model_and_its_masters(fabric: Fabric, tmp_path:
 
 
 def test_full_weights_are_loaded_from_one_file(tmp_path: Path) -> None:
-    """load_full_weights takes one file with the state's keys, as in Lightning's strategies, but no optimizer."""
+    """load_full_weights takes one file with the state's keys, as in Lightning's strategies, but no optimizer.
+
+    It refuses a file with a flipped bit.
+    """
     source = build_net()
     nn.init.normal_(source[0].weight)
     torch.save({"model": source.state_dict(), "step": 7, "more": 1}, tmp_path / "whole.pt")
@@ -273,6 +276,9 @@ def test_full_weights_are_loaded_from_one_file(tmp_path: Path) -> None:
     assert fabric.load(tmp_path / "whole.pt", state) == {"more": 1}
     assert state["step"] == 7
     inner = optimizer.engine.optimizer
+    flip_bit_behind(source[0].weight.detach().numpy().tobytes()[:16], tmp_path / "whole.pt")
+    with pytest.raises(CheckpointError, match=r"whole\.pt is damaged: .*CRC"):
+        fabric.load(tmp_path / "whole.pt", state)
     for name, param in model.module.named_parameters():
         assert torch.equal(inner.get_full_hp_param(param), source.get_parameter(name).detach()), name
     fabric.strategy.close()

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp3
 
 from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityStrategy, UnsupportedError
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.ranks import on_ranks
@@ -66,7 +67,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
 def test_full_weights_are_validated_and_trained(saved: tuple[Path, float], tmp_path: Path) -> None:
     """validate(ckpt_path=file) in a fresh Trainer gives the fitted model's loss, and fit goes on from its step.
 
-    Both refuse a file with a flipped bit.
+    Both refuse a file with a flipped bit, from Lightning's converter and from ``smart-infinity export``.
     """
     path, loss = saved
     module, trained = Evaluated(), Evaluated()
@@ -77,12 +78,15 @@ def test_full_weights_are_validated_and_trained(saved: tuple[Path, float], tmp_p
     fitting.fit(trained, ckpt_path=str(path))
     assert fitting.global_step == 3 and len(trained.losses) == 1
     assert torch.equal(trained.seen.float(), torch.full((3,), 7.0))
-    damaged = Path(shutil.copy(path, tmp_path / "damaged.ckpt"))
     weight = torch.load(path)["state_dict"]["model.norm.weight"]
-    flip_bit_behind(weight.numpy().tobytes()[:16], damaged)
-    for run in (trainer(tmp_path).validate, trainer(tmp_path).fit):
-        with pytest.raises(CheckpointError, match=r"damaged\.ckpt is damaged: .*CRC"):
-            run(Evaluated(), ckpt_path=str(damaged))
+    files = [Path(shutil.copy(path, tmp_path / "converted.ckpt")), tmp_path / "exported.ckpt"]
+    export_checkpoint(path.with_name("folder.ckpt"), files[1], ExportSettings(to="lightning"))
+    trainer(tmp_path).fit(Evaluated(), ckpt_path=str(files[1]))
+    for damaged in files:
+        flip_bit_behind(weight.numpy().tobytes()[:16], damaged)
+        for run in (trainer(tmp_path).validate, trainer(tmp_path).fit):
+            with pytest.raises(CheckpointError, match=rf"{damaged.name} is damaged: .*CRC"):
+                run(Evaluated(), ckpt_path=str(damaged))
 
 
 MISUSES: list[tuple[Callable[[Any], Any], str]] = [
