@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-__all__ = ["Following", "following", "settle"]
+__all__ = ["Following", "following", "is_at_end", "settle"]
 
 
 class Following(Enum):
@@ -47,6 +47,20 @@ def following(fit_loop: Any, *, is_ending_batch: bool) -> Following:
     progress = validation.batch_progress.current
     has_validated = validation._has_run and progress.ready == progress.completed
     return Following.VALIDATION_END if has_validated else Following.BATCH_END
+
+
+def is_at_end(trainer: Any) -> bool:
+    """Return whether a fit has stopped exactly where its own limits, or a callback, end it.
+
+    False for a fit that resumed after its limits, or within an epoch after them, and so ended at once.
+
+    Args:
+        trainer: Trainer after its fit.
+    """
+    fit_loop = trainer.fit_loop
+    epoch = fit_loop.epoch_progress.current
+    is_last_epoch = 0 < epoch.ready == epoch.processed == fit_loop.max_epochs
+    return bool(trainer.should_stop or is_last_epoch or trainer.global_step == fit_loop.max_steps)
 
 
 def settle(fit_loop: dict[str, Any], follows: Following) -> None:

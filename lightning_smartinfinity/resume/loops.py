@@ -25,6 +25,7 @@ __all__ = [
     "load_only_own_states",
     "loaders_of",
     "passed_to_run",
+    "start_from",
     "warn_of_lost_gradients",
     "warn_of_missing_gradients",
     "warn_of_other_processes",
@@ -50,6 +51,23 @@ def passed_to_run(trainer: Any, name: str) -> Any:
             return frame.f_locals.get(name)
         frame = frame.f_back
     return None
+
+
+def start_from(trainer: Any, path: str | None) -> None:
+    """Make Lightning load this checkpoint in the run that is being set up; None: it loads nothing.
+
+    Args:
+        trainer: The Trainer, which has not begun to load the path that its user passed.
+        path: The path.
+    """
+    connector = trainer._checkpoint_connector
+    begin = type(connector).resume_start
+
+    def begin_once(checkpoint_path: Any = None, **options: Any) -> None:
+        del connector.resume_start  # restores the class's method
+        begin(connector, path, **options)
+
+    connector.resume_start = begin_once
 
 
 def without_positions(loops: dict[str, Any], trainer: Any) -> dict[str, Any]:

@@ -220,9 +220,17 @@ class FitRecord:
         assert self._writer is not None
         self._writer.rewrite(change)
 
+    @property
+    def is_still_interrupted(self) -> bool:
+        """Whether a training resumed from storage and ended before its first step, although it was not complete."""
+        return False
+
     def say_how_to_resume(self, settings: StrategySettings) -> None:
         """Log where an interrupted training's state stays, and how to resume or remove it."""
-        self._say(settings, "The training was interrupted", f"To go on where it stopped, {self.calls.resumes}")
+        event = "The training was interrupted"
+        if self.is_still_interrupted:
+            event = "No optimizer step was taken, so the training that was resumed is still interrupted"
+        self._say(settings, event, f"To go on where it stopped, {self.calls.resumes}")
 
     def how_to_save(self, settings: StrategySettings) -> Callable[[], None]:
         """Return a function that logs where the state of a complete training stays if its model is not saved.
@@ -264,7 +272,7 @@ class FitRecord:
             completed: Whether the training came to its end. A later error may leave its state, too.
             says: Whether this process logs the message.
         """
-        if self.is_on and says and rank_state is not None:
+        if (self.is_on or self.is_still_interrupted) and says and rank_state is not None:
             if completed:
                 rank_state.keeping.told = self.how_to_save(settings)
             elif rank_state.keeping.stays:

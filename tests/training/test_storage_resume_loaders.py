@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
 from tests.helpers.long_cases import long_but
 from tests.helpers.random_fit import StatefulLoader
 from tests.helpers.trainers import quiet_trainer
@@ -317,3 +317,26 @@ def test_what_is_not_exact_is_told(tmp_path: Path) -> None:
     told = "not exactly the one that was interrupted: a loader without state_dict and load_state_dict begins the epoch"
     with pytest.warns(UserWarning, match=told):
         fit(Module(Untold), tmp_path, seed=1, settings={"max_epochs": 1}, resume="storage")
+
+
+def test_a_fit_without_a_step_leaves_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed fit that ends at once leaves the training on storage, unless that has come to the fit's end."""
+
+    def goes_on(module: Module, **limits: Any) -> bool:
+        strategy, kept = SmartInfinityStrategy(tmp_path / "state", overlap="none"), len(caplog.records)
+        trainer = quiet_trainer(tmp_path, strategy, limit_val_batches=0, precision="32-true", **limits)
+        trainer.fit(module, ckpt_path=None if module.breaks_at else "storage")
+        strategy.close()
+        assert not module.seen
+        told = "No optimizer step was taken" in "".join(record.message for record in caplog.records[kept:])
+        assert told == bool(list(tmp_path.glob("state/*/*/state.bin")))
+        return told
+
+    make = shuffled()
+    with pytest.raises(Broken):
+        goes_on(Module(make, breaks_at=4), max_epochs=2)
+    with pytest.raises(ConfigError, match="Leave fast_dev_run out"):
+        goes_on(Module(make), fast_dev_run=2)
+    for limits in ({"max_steps": 3}, {"max_epochs": 0}):
+        assert goes_on(Module(make), **limits)
+    assert not goes_on(Module(make), max_steps=4)

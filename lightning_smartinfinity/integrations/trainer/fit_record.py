@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
 
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.common.patches import replaced
@@ -24,13 +25,14 @@ from lightning_smartinfinity.integrations.trainer.checkpoint_index import (
     model_checkpoints,
 )
 from lightning_smartinfinity.resume.fit_loaders import FitLoaders
-from lightning_smartinfinity.resume.fit_point import Following, following, settle
+from lightning_smartinfinity.resume.fit_point import Following, following, is_at_end, settle
 from lightning_smartinfinity.resume.loops import (
     begin_next_epoch,
     continue_epoch,
     go_on_after_batch,
     load_loader_states,
     passed_to_run,
+    start_from,
     warn_of_lost_gradients,
     warn_of_missing_gradients,
     warn_of_other_processes,
@@ -96,6 +98,7 @@ class TrainerFitRecord(FitRecord):
         self._saved_loaders: dict[str, Any] | None = None
         self._at_end: dict[str, Any] | None = None
         self._num_steps = 0  # of the engine, at the end of the last batch
+        self._resumed_at: int | None = None  # number of the Trainer's steps
 
     def begin_run(self, trainer: pl.Trainer, settings: StrategySettings, *, settle: Callable[[], bool]) -> None:
         """Reset for a new run, and decide whether it resumes from storage. Collective.
@@ -107,12 +110,13 @@ class TrainerFitRecord(FitRecord):
                 state because it was complete.
 
         Raises:
-            ConfigError: It resumes, but the settings keep nothing to resume from, or the run is not a fit.
+            ConfigError: It resumes, but the settings keep nothing to resume from, or the run is not a fit, or one with
+                ``fast_dev_run``.
             CheckpointError, StorageError: It resumes from what is newest, which cannot be told.
         """
         self.end()
         vars(trainer._checkpoint_connector).pop("resume_start", None)  # of a run whose set-up failed
-        self._random_state = self._saved_loaders = self._follows = self._other_processes = None
+        self._random_state = self._saved_loaders = self._follows = self._other_processes = self._resumed_at = None
         if trainer.state.fn == TrainerFn.FITTING:  # else a checkpoint may still be saved of the fit before
             self._trainer, self._loaders, self._at_end = trainer, FitLoaders(trainer), None
         self.resumes = self.was_interrupted = False
@@ -128,6 +132,12 @@ class TrainerFitRecord(FitRecord):
             self.resume_next(settings.transfer, what=f"fit(ckpt_path={given!r})")
             if given == STORAGE_OR_NEW:
                 self._choose_start(trainer, settings, settle=settle)
+            if self.resumes and trainer.fast_dev_run:  # type: ignore[attr-defined]
+                raise ConfigError(
+                    f"fit(ckpt_path={given!r}) would resume the interrupted training in a Trainer with fast_dev_run, "
+                    "which ends it after a few batches.",
+                    "Leave fast_dev_run out; or try the script with another storage folder or TransferConfig(job=...).",
+                )
 
     def _choose_start(self, trainer: pl.Trainer, settings: StrategySettings, *, settle: Callable[[], bool]) -> None:
         """Resume from the newest of storage and checkpoints, or begin at step 0. Collective."""
@@ -139,7 +149,7 @@ class TrainerFitRecord(FitRecord):
             steps = steps_of(paths, "global_step", settings=settings, needed=RESUMED_FROM)
         start = choose_start(settings, steps, is_removed=settle())
         self.resumes = start.source is Source.STORAGE
-        _start_from(trainer, STORAGE if self.resumes else start.checkpoint)
+        start_from(trainer, STORAGE if self.resumes else start.checkpoint)
         rank_zero_info(f"fit(ckpt_path={STORAGE_OR_NEW!r}): {start.reason}")
 
     def watch(self, trainer: pl.Trainer, index: CheckpointIndex | None) -> None:
@@ -230,6 +240,7 @@ class TrainerFitRecord(FitRecord):
         """
         loop = self.restore(engine)
         checkpoint = restore_loop(trainer, loop)
+        self._resumed_at = checkpoint["global_step"]
         if self._index is not None:
             restore_index(trainer, self._index, engine.saves, loop, checkpoint.get("callbacks", {}))
         follows = loop.get("follows", Following.BATCH.value if loop["after_batch"] else None)
@@ -238,6 +249,15 @@ class TrainerFitRecord(FitRecord):
             assert self._loaders is not None
             self._loaders.expect(loop["loaders"])
         return checkpoint
+
+    @property
+    @override
+    def is_still_interrupted(self) -> bool:
+        return (
+            self._resumed_at is not None
+            and self._resumed_at == self._trainer.global_step
+            and not is_at_end(self._trainer)
+        )
 
     def begin_fit(self, trainer: pl.Trainer, engine: SmartInfinityEngine, transfer: TransferConfig) -> None:
         """Continue the fit at the point where it resumes, and begin to record it; the first batch comes next."""
@@ -293,23 +313,6 @@ class TrainerFitRecord(FitRecord):
 
     def _described_index(self) -> ClientState:
         return {} if self._index is None else {_INDEX: self._index.describe()}
-
-
-def _start_from(trainer: pl.Trainer, path: str | None) -> None:
-    """Make Lightning load this checkpoint in the run that is being set up; None: it loads nothing.
-
-    Args:
-        trainer: The Trainer, which has not begun to load the path that its user passed.
-        path: The path.
-    """
-    connector = trainer._checkpoint_connector
-    begin = type(connector).resume_start
-
-    def begin_once(checkpoint_path: Any = None, **options: Any) -> None:
-        del connector.resume_start  # restores the class's method
-        begin(connector, path, **options)
-
-    connector.resume_start = begin_once  # type: ignore[method-assign,assignment]
 
 
 def restore_index(

@@ -58,7 +58,7 @@ from lightning_smartinfinity.planning.automatic_strategy import Surroundings
 from lightning_smartinfinity.resume.loader_position import keeping_position
 from lightning_smartinfinity.resume.loops import passed_to_run
 from lightning_smartinfinity.resume.random_states import capture
-from lightning_smartinfinity.resume.schedules import advance_when_loaded
+from lightning_smartinfinity.resume.schedules import prepare_loads
 from lightning_smartinfinity.settings import (
     ActivationOffload,
     GradientCodec,
@@ -367,8 +367,6 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         assert self.lightning_module is not None
         trainer = self._trainer
         doing = trainer.state.fn
-        if self._own_hyperparameters and doing == TrainerFn.FITTING:
-            advance_when_loaded(config.scheduler for config in self.lr_scheduler_configs)
         if self._fit_record.resumes:
             assert self._training_engine is not None
             return self._fit_record.restore_fit(trainer, self._training_engine)
@@ -395,6 +393,13 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         client_state.setdefault("state_dict", self.lightning_module.state_dict())  # for on_load_checkpoint
         self._fit_record.take_point(trainer, client_state)
         return client_state
+
+    @override
+    def load_model_state_dict(self, checkpoint: SavedState, strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if self._trainer.state.fn == TrainerFn.FITTING:  # then Lightning loads the schedulers
+            loaded = zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", ()), strict=False)
+            prepare_loads((config.scheduler for config, _ in loaded), new_settings=self._own_hyperparameters)
 
     @override
     def _restore_zero_state(self, ckpt: SavedState, strict: bool) -> None:
@@ -429,7 +434,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
             super().teardown()
         if self.lightning_module is not None:
             save_in_turn(self.lightning_module.trainer)
-        completed = not self._fit_record.was_interrupted
+        completed = not (self._fit_record.was_interrupted or self._fit_record.is_still_interrupted)
         self._become_idle(completed=completed)
         if self._checkpoint_index is not None:
             self._checkpoint_index.roll_back()
