@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,8 +18,11 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from torch.utils.data import DataLoader
 
-from lightning_smartinfinity import ConfigError, UnsupportedError
+from lightning_smartinfinity import CheckpointError, ConfigError, UnsupportedError
+from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
+from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
+from tests.helpers.damage import flip_bit
 from tests.huggingface.trained import BATCH, adapters, arguments, dataset, judge, load, weights_in
 
 Use = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -205,15 +209,29 @@ def test_a_second_model_that_is_trained_too(model_folder: Path, tmp_path: Path) 
 
 ACCUMULATE = 2
 SAVE_AT = 2  # batches
+ACCELERATES = ["random_states_0.pkl", "custom_checkpoint_0.pkl"]
+"""Files of Accelerate in the folder of a saved state."""
 
 
 def train_in_a_loop(model_folder: Path, out: Path, *, resume: Path | None = None) -> Any:
-    """Train over the data once, and return the losses, the norms after each backward, and the weights."""
+    """Train over the data once, and return the losses, the norms after each backward, and the weights.
+
+    Before a resume, flip a bit in each of Accelerate's files: a scrub and ``load_state`` name it.
+    """
     losses, norms = [], []
     with SmartInfinityTraining(out / "storage") as training:
         accelerator, model, optimizer, loader = to_prepare(training, model_folder, accumulate=ACCUMULATE)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
         if resume is not None:
+            for name in ACCELERATES:
+                whole = (resume / name).read_bytes()
+                flip_bit(resume / name, random.Random(0))
+                assert any(f"{name} is damaged" in each for each in scrub_checkpoint(resume, show=hidden).damaged)
+                with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
+                    accelerator.load_state(str(resume))
+                (resume / name).write_bytes(whole)
+            assert not (found := scrub_checkpoint(resume, show=hidden)).damaged and not found.unknown
             accelerator.load_state(str(resume))
         for number, batch in enumerate(loader, 1):
             if resume is not None and number <= SAVE_AT:
@@ -226,7 +244,8 @@ def train_in_a_loop(model_folder: Path, out: Path, *, resume: Path | None = None
                 optimizer.zero_grad()
             losses.append(loss.item())
             if resume is None and number == SAVE_AT:
-                accelerator.save_state(str(out / "state"))
+                for _ in range(2):  # the second save replaces the first, and its checksums
+                    accelerator.save_state(str(out / "state"))
         training.save_pretrained(out / "saved")
     return losses, norms, weights_in(out / "saved")
 

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, checkpointing
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, constants
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
@@ -198,6 +198,20 @@ def test_a_checkpoint_begins_with_the_model_and_ends_with_the_trainers_state(tmp
     trainer.args.world_size, trainer.args.process_index = 2, 1
     transformers.Trainer._save_rng_state(trainer, str(tmp_path))
     assert os.listdir(tmp_path) == ["rng_state_1.pth"]
+
+
+@pytest.mark.seam("begin_state, end_state and require_undamaged: checksums of Accelerate's files")
+def test_accelerate_calls_its_hooks_before_it_writes_and_reads_its_files() -> None:
+    """save_state and load_state call their hooks before save_accelerator_state and load_accelerator_state, whose files
+    are RNG_STATE_NAME, SCHEDULER_NAME, SAMPLER_NAME, SCALER_NAME and ``dl_state_dict``; then save_custom_state.
+    """
+    for name in ("save", "load"):
+        source = inspect.getsource(getattr(Accelerator, f"{name}_state"))
+        places = [f"_{name}_model_state_pre_hook.values()", f"{name}_accelerator_state(", f"{name}_custom_state("]
+        assert sorted(places, key=source.index) == places
+    assert '"dl_state_dict.bin"' in inspect.getsource(checkpointing.save_accelerator_state)
+    names = (constants.RNG_STATE_NAME, constants.SCHEDULER_NAME, constants.SAMPLER_NAME, constants.SCALER_NAME)
+    assert names == ("random_states", "scheduler", "sampler", "scaler.pt")
 
 
 @pytest.mark.seam("refusing quantized bases; which models are written by windows")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,13 +26,24 @@ from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_toge
 
 __all__ = [
     "begin_checkpoint",
+    "begin_state",
     "checkpoint_to_resume",
     "end_checkpoint",
+    "end_state",
     "flush_file",
+    "require_undamaged",
     "resume_within_smart_infinity_training",
     "steps_of_checkpoints",
 ]
 
+_ACCELERATE_FILES = (
+    "random_states_*.pkl",
+    "scheduler*.bin",
+    "sampler*.bin",
+    "dl_state_dict*.bin",
+    "scaler.pt",
+    "custom_checkpoint_*.pkl",
+)
 _REMEDY = "Move the checkpoint to another folder, or name the checkpoint to resume from."
 
 
@@ -142,8 +154,45 @@ def end_checkpoint(folder: Path) -> None:
         if _number_of(folder) is None:
             flush_names(folder)
         else:
-            write_file_checksums(folder, [file.name for name in _trainer_files() for file in listed(folder, name)])
-            flush_names(folder / FILE_CHECKSUMS_NAME)
+            _write_checksums(folder, _trainer_files())
+
+
+def begin_state(folder: str) -> None:
+    """Remove the checksums of an earlier state in a folder, before Accelerate writes its files there.
+
+    Raises:
+        StorageError: They cannot be removed.
+    """
+    with storage_errors("Beginning the save", folder):
+        Path(folder, FILE_CHECKSUMS_NAME).unlink(missing_ok=True)
+
+
+def end_state(folder: str, rank: int, writes: bool) -> None:
+    """Flush a state that Accelerate has saved, and write the checksums of Accelerate's files. Collective.
+
+    Args:
+        folder: The state's folder.
+        rank: This rank.
+        writes: Whether this rank writes the checksums.
+
+    Raises:
+        StorageError: A file could not be flushed, or the checksums could not be written; raised on every rank.
+    """
+    flush_file(os.path.join(folder, f"random_states_{rank}.pkl"))
+    with raising_together(), storage_errors("Flushing the state", folder):
+        if writes:
+            flush_tree(Path(folder))
+            _write_checksums(Path(folder), _ACCELERATE_FILES)
+
+
+def require_undamaged(folder: str) -> None:
+    """Compare the files that Accelerate reads with their checksums. Collective.
+
+    Raises:
+        CheckpointError: A file is damaged; raised on every rank.
+    """
+    with raising_together():
+        _require_undamaged(Path(folder))
 
 
 def resume_within_smart_infinity_training(folder: str) -> NoReturn:
@@ -239,7 +288,7 @@ def _fault_in(folder: Path) -> str | None:
 
 
 def _require_undamaged(folder: Path) -> None:
-    """Compare the files of transformers with their checksums. Checkpoints of earlier versions have none."""
+    """Compare the files of transformers or Accelerate with their checksums. Those of earlier versions have none."""
     checksums = read_file_checksums(folder)
     damage = None if checksums is None else next(checksums.damage(), None)
     if damage is not None:
@@ -251,6 +300,11 @@ def _require_undamaged(folder: Path) -> None:
 
 def _told(faults: dict[str, str]) -> str:
     return "; ".join(f"{name} is passed over, since {fault}" for name, fault in faults.items())
+
+
+def _write_checksums(folder: Path, names: Iterable[str]) -> None:
+    write_file_checksums(folder, [file.name for name in names for file in listed(folder, name)])
+    flush_names(folder / FILE_CHECKSUMS_NAME)
 
 
 def _trainer_files() -> list[str]:

@@ -91,8 +91,18 @@ def _forget_state() -> None:
 
 
 @contextmanager
-def accelerators_with_deepspeed() -> Iterator[None]:
-    """Refuse an Accelerator without DeepSpeed in this context, also a Trainer's: it would train in memory."""
+def accelerators_with_deepspeed(
+    begin_save: Callable[[str], None], end_save: Callable[[str, int, bool], None], begin_load: Callable[[str], None]
+) -> Iterator[None]:
+    """Refuse an Accelerator without DeepSpeed in this context, also a Trainer's: it would train in memory.
+
+    Call functions when the others save and load their state.
+
+    Args:
+        begin_save: Function that takes the folder before accelerate writes its own files.
+        end_save: Function that takes the folder, the rank, and whether this rank writes files that are for all ranks.
+        begin_load: Function that takes the folder before accelerate reads its own files.
+    """
     import accelerate
 
     def build(original: Callable[..., None], accelerator: Any, *args: object, **kwargs: object) -> None:
@@ -104,8 +114,17 @@ def accelerators_with_deepspeed() -> Iterator[None]:
                 "Pass TrainingArguments(deepspeed=training.config), or"
                 " Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=training.config)).",
             )
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: begin_save(folder))
+        accelerator.register_load_state_pre_hook(lambda models, folder: begin_load(folder))
 
-    with wrapped(accelerate.Accelerator, "__init__", build):
+    def save(original: Callable[..., Any], accelerator: Any, *args: object, **kwargs: object) -> Any:
+        folder = original(accelerator, *args, **kwargs)
+        on_each_node = accelerator.project_configuration.save_on_each_node
+        writes = accelerator.is_local_main_process if on_each_node else accelerator.is_main_process
+        end_save(str(folder), accelerator.process_index, writes)
+        return folder
+
+    with wrapped(accelerate.Accelerator, "__init__", build), wrapped(accelerate.Accelerator, "save_state", save):
         yield
 
 

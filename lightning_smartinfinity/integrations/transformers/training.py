@@ -32,9 +32,12 @@ from lightning_smartinfinity.integrations.transformers.fit_record import Recorde
 from lightning_smartinfinity.integrations.transformers.launch import launched
 from lightning_smartinfinity.integrations.transformers.resume import (
     begin_checkpoint,
+    begin_state,
     checkpoint_to_resume,
     end_checkpoint,
+    end_state,
     flush_file,
+    require_undamaged,
     steps_of_checkpoints,
 )
 from lightning_smartinfinity.integrations.transformers.seams import (
@@ -203,7 +206,7 @@ class SmartInfinityTraining(TrainingSession):
             contexts.enter_context(trainings_seen_by(self._begin, self._recorded, self._end))
             contexts.enter_context(answering())
             contexts.enter_context(trainers_of_context())
-            contexts.enter_context(accelerators_with_deepspeed())
+            contexts.enter_context(accelerators_with_deepspeed(begin_state, end_state, require_undamaged))
             contexts.enter_context(steps_taken_by_optimizers())
             contexts.enter_context(initializing_with(self._initialize))
             contexts.enter_context(gathering_when_called(lambda: self._engine_config))

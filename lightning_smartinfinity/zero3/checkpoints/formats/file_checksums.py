@@ -1,7 +1,7 @@
 """CRC-32C checksums of small files that another program stores in a checkpoint, in a file next to them.
 
-transformers' Trainer stores its progress, its scheduler and the random states of each rank in files without checksums.
-The file, in JSON, where each checksum is 8 hexadecimal digits::
+transformers' Trainer and Accelerate store progress, schedulers and the random states of each rank in files without
+checksums. The file, in JSON, where each checksum is 8 hexadecimal digits::
 
     {
       "about": "...",

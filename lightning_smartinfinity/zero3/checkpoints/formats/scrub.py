@@ -43,7 +43,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFo
 __all__ = ["ScrubbedCheckpoint", "scrub_checkpoint"]
 
 _NAMED = 8  # missing ranks
-_TRAINER_STATE = "trainer_state.json"  # in checkpoints of transformers' Trainer
+_OF_OTHERS = ("trainer_state.json", "random_states_*.pkl")  # files of transformers' Trainer and of Accelerate
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(model|optim)_states\.pt")
 
 
@@ -114,19 +114,19 @@ def _scrub_folder(path: Path, found: ScrubbedCheckpoint, show: Show) -> None:
     if not found.unknown:
         for sentence in (_of_universal if universal else _of_ordinary)(folder, files, damaged):
             found.damaged.append(sentence)
-    _scrub_trainer_files(path, found)
+    _scrub_other_files(path, found)
 
 
-def _scrub_trainer_files(path: Path, found: ScrubbedCheckpoint) -> None:
-    """Compare the files that transformers' Trainer has stored next to ours."""
+def _scrub_other_files(path: Path, found: ScrubbedCheckpoint) -> None:
+    """Compare the files that transformers' Trainer or Accelerate has stored next to ours."""
     try:
         checksums = read_file_checksums(path)
         if checksums is not None:
             found.files.extend(path / name for name in checksums.files)
             found.damaged.extend(checksums.damage())
-        elif (path / _TRAINER_STATE).exists():
+        elif any(any(path.glob(pattern)) for pattern in _OF_OTHERS):
             found.unknown.append(
-                f"{path} has no {FILE_CHECKSUMS_NAME}, so the files of transformers' Trainer were not compared."
+                f"{path} has no {FILE_CHECKSUMS_NAME}, so the files of transformers or Accelerate were not compared."
             )
     except CheckpointError as error:  # the file of the checksums is damaged
         found.damaged.append(error.problem)
