@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from lightning_smartinfinity.cli.option_types import add_weights_only
+from lightning_smartinfinity.cli.option_types import add_weights_only, named_path
 
 __all__ = ["DESCRIPTION", "add_options", "run"]
 
@@ -20,8 +19,8 @@ complete or absent: an error or Ctrl-C leaves nothing. The checkpoint stays. OUT
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
-    parser.add_argument("checkpoint", type=Path, help="the folder that was saved")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder (safetensors) or file (lightning) to write")
+    parser.add_argument("checkpoint", type=named_path, help="the folder that was saved")
+    parser.add_argument("out", type=named_path, metavar="OUT", help="folder (safetensors) or file (lightning) to write")
     parser.add_argument(
         "--to",
         choices=("safetensors", "lightning"),
@@ -30,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        type=Path,
+        type=named_path,
         metavar="FOLDER",
         help="folder of the model before the training: its tokenizer is copied, and it supplies frozen weights that "
         "the checkpoint lacks, and the configuration of checkpoints of stock DeepSpeed",

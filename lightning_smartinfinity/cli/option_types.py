@@ -17,6 +17,7 @@ __all__ = [
     "add_quiet",
     "add_weights_only",
     "digits",
+    "named_path",
     "number_in",
     "parameters_in",
     "reading",
@@ -71,7 +72,11 @@ def show_of(options: argparse.Namespace) -> Show:
     return partial(showing_progress, shown=not options.quiet)
 
 
-storage_folder = reading(Path, LOCAL_FOLDER)
+named_path = reading(str, Rule("Name a file or folder; . is the current folder", bool, "names nothing", Path))
+"""Type of options that name a file or folder. Path would make the current folder of an empty text."""
+
+
+storage_folder = reading(named_path, LOCAL_FOLDER)
 """Type of options that name a storage folder."""
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from lightning_smartinfinity.cli.option_types import add_quiet, add_weights_only, show_of
+from lightning_smartinfinity.cli.option_types import add_quiet, add_weights_only, named_path, show_of
 from lightning_smartinfinity.common.update_rules import optimizer_names
 
 __all__ = ["DESCRIPTION", "add_options", "run"]
@@ -23,11 +22,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
     parser.add_argument(
         "checkpoint",
-        type=Path,
+        type=named_path,
         nargs="+",
         help="the folder that was saved; if every machine saved its part to a disk of its own, the folders of all",
     )
-    parser.add_argument("--into", type=Path, required=True, help="folder for the new one, which does not exist yet")
+    parser.add_argument("--into", type=named_path, required=True, help="folder for the new one, which must not exist")
     add_weights_only(parser)
     add_quiet(parser)
 

@@ -81,13 +81,21 @@ def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ["convert", "a", "--into", "s3://bucket/b", "--state-format", "bf16"],
         ["jobs", "a\0b"],
         ["scrub", "a\0b"],
+        *(
+            [*command.split(), ""]
+            for command in ("jobs", "scrub", "convert a --into", "export a", "universal a --into", "selftest")
+        ),
     ],
 )
 def test_what_argparse_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing command or destination, an unknown format, a URL or a null byte prints the usage; the status is 2."""
+    """A missing command or destination, an unknown format, a URL, a null byte or an empty path prints the usage.
+
+    The status is 2.
+    """
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert "usage: smart-infinity" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "usage: smart-infinity" in said and ("'' names nothing" in said) == ("" in arguments)
 
 
 HELP = """

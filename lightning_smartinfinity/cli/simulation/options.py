@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.cli.option_types import number_in, parameters_in, reading, whole_number_in
+from lightning_smartinfinity.cli.option_types import named_path, number_in, parameters_in, reading, whole_number_in
 from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.settings.rules import between, number, optional, positive
@@ -46,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_lists(parser.add_argument_group("what is simulated, one or more of each"))
     _add_settings(parser.add_argument_group("how it is trained"))
     _add_machine(parser.add_argument_group("on which machine, rates in GB/s; without these it is the paper's"))
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the seconds of a step there (.svg or .png)")
+    parser.add_argument("--plot", type=named_path, metavar="FILE", help="draw the seconds of a step (.svg or .png)")
     parser.add_argument("--json", action="store_true", help="print rows and the machine as JSON")
 
 

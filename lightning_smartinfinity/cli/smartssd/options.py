@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from lightning_smartinfinity.cli.option_types import digits, reading
+from lightning_smartinfinity.cli.option_types import digits, reading, storage_folder
 from lightning_smartinfinity.settings import MAX_CARD_NUMBER, SmartSSDConfig
 from lightning_smartinfinity.settings.rules import Rule, between
 
@@ -30,7 +30,7 @@ def add_cards(parser: argparse.ArgumentParser, *, xclbin_default: str = "") -> N
         parser: The parser.
         xclbin_default: Text for the help: the default source of the xclbin.
     """
-    parser.add_argument("folders", nargs="*", help="storage folders, one on the SSD of each card")
+    parser.add_argument("folders", nargs="*", type=storage_folder, help="storage folders, one on the SSD of each card")
     default = f" (default: {xclbin_default})" if xclbin_default else ""
     parser.add_argument("--xclbin", help=f"SmartSSDConfig(xclbin=...){default}")
     parser.add_argument("--devices", nargs="+", type=_card, help="SmartSSDConfig(devices=...): a card for each folder")
