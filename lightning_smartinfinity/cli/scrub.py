@@ -154,7 +154,13 @@ def _jobs_at(path: Path) -> list[Job]:
 
     folder = Path(os.path.abspath(path))
     folder = folder.parent if is_rank_folder(folder) else folder
-    jobs = find_jobs(folder)
+    try:
+        jobs = find_jobs(folder)
+    except StorageError as error:
+        job = find_job(folder.parent, folder.name) if isinstance(error.__cause__, PermissionError) else None
+        if job is None:
+            raise
+        return [job]  # with a problem, which names the owner
     job = None if jobs else find_job(folder.parent, folder.name)
     return jobs if job is None else [job]
 

@@ -6,7 +6,8 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -270,11 +271,13 @@ def test_state_that_only_its_user_may_read() -> None:
                     attempt()
                 except StorageError as error:
                     said.append(str(error))
-            return "\n".join(said)
+            with redirect_stderr(StringIO()) as shown:
+                main(["scrub", str(storage / "default"), "--quiet"])
+            return "\n".join((*said, shown.getvalue().strip()))
 
         for closed in (storage / "default", folder, folder / "lock"):  # each the first that cannot be read
             said = as_nobody(read).splitlines()
-            assert len(said) == 5, said
+            assert len(said) == 6, said
             assert all(f"{closed}' belongs to user root, and not to" in line for line in said[:1]), said
             assert all(f"{storage}/default" in line and "belongs to user root" in line for line in said), said
             closed.chmod(0o755)
