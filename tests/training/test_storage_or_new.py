@@ -28,7 +28,7 @@ from lightning_smartinfinity import (
     StorageError,
 )
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import checkpoints_of
-from lightning_smartinfinity.resume.schedules import advance_when_loaded
+from lightning_smartinfinity.resume.schedules import prepare_loads
 from lightning_smartinfinity.settings.options import OF_FABRIC, OF_TRAINER, OF_TRANSFORMERS, refuse_unknown
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
@@ -154,13 +154,17 @@ def test_wrong_uses(tmp_path: Path) -> None:
 class Scheduled(LitTiny):
     """Trains with a schedule that halves the rate every second step, and notes the values of each step."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, factor: float = 0.5) -> None:
         super().__init__(recipe)
+        self.factor = factor
         self.values = list[tuple[float, float]]()
 
     def configure_optimizers(self) -> Any:
         optimizer: Any = super().configure_optimizers()
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": StepLR(optimizer, 2, self.factor), "interval": "step"},
+        }
 
     def on_train_batch_start(self, *_: Any) -> None:
         group = self.trainer.optimizers[0].param_groups[0]
@@ -170,11 +174,19 @@ class Scheduled(LitTiny):
 def test_new_hyperparameters(tmp_path: Path) -> None:
     """A resumed fit keeps what it began with, and says so; by a call it takes what the script sets, at its step."""
 
-    def values(lr: float, *, fails: int = -1, resume: str | None = "storage", new: bool = False, decay: float) -> Any:
+    def values(
+        lr: float,
+        *,
+        fails: int = -1,
+        resume: str | None = "storage",
+        new: bool = False,
+        decay: float,
+        factor: float = 0.5,
+    ) -> Any:
         strategy = SmartInfinityStrategy(tmp_path / "storage")
         if new:
             strategy.use_new_hyperparameters()
-        module = Scheduled(replace(SMALL, lr=lr, weight_decay=decay))
+        module = Scheduled(replace(SMALL, lr=lr, weight_decay=decay), factor)
         trainer = quiet_trainer(tmp_path, strategy, callbacks=[Hook(fails, fail)], max_steps=6, precision="32-true")
         with pytest.raises(RuntimeError) if fails >= 0 else nullcontext():
             trainer.fit(module, ckpt_path=resume)
@@ -187,15 +199,19 @@ def test_new_hyperparameters(tmp_path: Path) -> None:
         r"The script sets lr=0.08, weight_decay=0.2, but the training that it resumes began with lr=0.04, "
         r"weight_decay=0.1, and keeps that. To .* values, call strategy.use_new_hyperparameters\(\) before trainer.fit"
     )
+    schedule = (
+        r"sets gamma=0.1 in its StepLR, but the .* resumes has gamma=0.5, and keeps that. To .* value, call strategy"
+    )
     for step in (4, 5):  # the second time, too
-        with pytest.warns(UserWarning, match=told):
-            old += values(0.08, fails=step, decay=0.2)[: 1 if step == 4 else 2]
+        with pytest.warns(UserWarning, match=told), pytest.warns(UserWarning, match=schedule):
+            old += values(0.08, fails=step, decay=0.2, factor=0.1)[: 1 if step == 4 else 2]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The script sets")
         new = values(0.08, new=True, decay=0.2)
         from_checkpoint = values(0.08, new=True, decay=0.2, resume=str(tmp_path / "saved.ckpt"))
-    with pytest.warns(UserWarning, match=r"sets lr=0.08, but the .* resumes began with lr=0.04, and keeps that\. To"):
-        assert values(0.08, decay=0.1, resume=str(tmp_path / "saved.ckpt"))[0][0] == 0.02
+    told = r"sets lr=0.08, but the .* resumes began with lr=0.04, and keeps that\. To"
+    with pytest.warns(UserWarning, match=told), pytest.warns(UserWarning, match=schedule):
+        assert values(0.08, decay=0.1, factor=0.1, resume=str(tmp_path / "saved.ckpt"))[0][0] == 0.02
     assert [round(lr, 9) for lr, _ in old] == [0.04, 0.04, 0.02, 0.02, 0.02, 0.01]
     assert {decay for _, decay in old} == {0.1}
     assert new == [(0.02, 0.2), (0.02, 0.2)]
@@ -206,6 +222,8 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "steps": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 5], 0.1),
     "function": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4)),
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 9, eta_min=1e-5),
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    "cycles": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 1e-3, optimizer.defaults["lr"], 2),
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 3 * optimizer.defaults["lr"], total_steps=9),
     "chained": lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9)]),
     "one after the other": lambda optimizer: lr_scheduler.SequentialLR(
@@ -218,7 +236,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedulers_take_the_position_alone(name: str) -> None:
-    """A scheduler with a new rate goes on as if it had had that rate from its first step."""
+    """A scheduler with a new rate goes on as if it had had that rate from its first step. Its position is no change."""
 
     def made(lr: float, steps: int) -> tuple[Any, Any]:
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=lr)
@@ -230,11 +248,69 @@ def test_schedulers_take_the_position_alone(name: str) -> None:
 
     saved = made(0.1, 4)[1].state_dict()
     optimizer, scheduler = made(0.02, 0)
-    advance_when_loaded([scheduler, object()])
+    prepare_loads([scheduler, object()], new_settings=True)
     scheduler.load_state_dict(saved)
     for steps in (4, 5, 6):
         assert optimizer.param_groups[0]["lr"] == made(0.02, steps)[0].param_groups[0]["lr"]
         scheduler.step()
+    same = made(0.1, 0)[1]
+    prepare_loads([same], new_settings=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same.load_state_dict(saved)
+    assert "load_state_dict" not in vars(same)
+
+
+class Warming(lr_scheduler.CosineAnnealingLR):
+    """A scheduler of a user's, which counts its steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, warmup: int) -> None:
+        self.warmup, self.count = warmup, 0
+        super().__init__(optimizer, 9)
+
+    def step(self, epoch: int | None = None) -> None:
+        self.count += 1
+        super().step(epoch)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        (
+            lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 5], 0.1),
+            lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 7, 7], 0.2),
+            r"milestones=\[3, 7, 7\], gamma=0.2 in its MultiStepLR, .* has milestones=\[3, 5\], gamma=0.1, .* values, ",
+        ),
+        (
+            SCHEDULES["one after the other"],
+            lambda optimizer: lr_scheduler.SequentialLR(
+                optimizer, [lr_scheduler.LinearLR(optimizer, 0.1), lr_scheduler.ExponentialLR(optimizer, 0.8)], [3]
+            ),
+            "sets gamma=0.8 in its SequentialLR, .* has gamma=0.9, ",
+        ),
+        (
+            lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
+            lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=2),
+            "sets patience=2 in its ReduceLROnPlateau, .* has patience=1, ",
+        ),
+        (
+            lambda optimizer: Warming(optimizer, 3),
+            lambda optimizer: Warming(optimizer, 4),
+            "sets warmup=4 .* warmup=3, ",
+        ),
+    ],
+)
+def test_a_changed_schedule_is_reported(before: Any, now: Any, told: str) -> None:
+    """One warning has the settings that differ, and nothing else; the saved ones are kept."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    old, new = before(optimizer), now(optimizer)
+    optimizer.step()
+    old.step(**({"metrics": 1.0} if "patience" in told else {}))
+    prepare_loads([new], new_settings=False)
+    with pytest.warns(UserWarning, match=told) as caught:
+        new.load_state_dict(old.state_dict())
+    assert len(caught) == 1
+    assert new.state_dict() == old.state_dict()
 
 
 def test_a_plateau_keeps_its_counters() -> None:
@@ -243,7 +319,7 @@ def test_a_plateau_keeps_its_counters() -> None:
     before, now = (lr_scheduler.ReduceLROnPlateau(optimizer, patience=1) for optimizer in optimizers)
     for metric in (1.0, 2.0):
         before.step(metric)
-    advance_when_loaded([now])
+    prepare_loads([now], new_settings=True)
     now.load_state_dict(before.state_dict())
     assert (now.best, now.num_bad_epochs, optimizers[1].param_groups[0]["lr"]) == (1.0, 1, 0.02)
     now.step(2.0)
