@@ -197,7 +197,7 @@ def test_files_of_an_export(folder: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_checksums_of_a_newer_version(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are refused in words, and not called damaged."""
+    """They are refused in words, and not called damaged. Other content is damage."""
     content = json.loads((folder / CHECKSUMS_NAME).read_text())
     del content["crc32c"]
     content["version"] += 1
@@ -205,6 +205,9 @@ def test_checksums_of_a_newer_version(folder: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(UnsupportedError, match=r"a newer version .* which reads 1\. Use version .* delete"):
         read_checksums(folder)
     assert main(["scrub", str(folder), "--quiet"]) == 2
+    (folder / CHECKSUMS_NAME).write_text("[1]")
+    with pytest.raises(CheckpointError, match="is damaged: its content is not what this package writes"):
+        read_checksums(folder)
 
 
 def test_files_of_torch_without_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,8 +59,9 @@ def read_sealed(path: Path, decode: Callable[[Mapping[str, Any]], T], *, remedy:
         version = int(content["version"])
         if version <= CHECKSUMS_VERSION:
             return decode(content)
-    except _DAMAGED as error:
-        raise CheckpointError(f"{path} is damaged: {error}.", remedy) from error
+    except _DAMAGED as error:  # a plain ValueError has words of its own
+        fault = error if type(error) is ValueError else "its content is not what this package writes"
+        raise CheckpointError(f"{path} is damaged: {fault}.", remedy) from error
     writer, reads = str(content.get("package", "")), (CHECKSUMS_VERSION, CHECKSUMS_VERSION)
     problem, use = unreadable(str(path), version=version, reads=reads, writer=writer)
     raise UnsupportedError(problem, f"{use}. {remedy}")

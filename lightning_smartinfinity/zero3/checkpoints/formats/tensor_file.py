@@ -306,6 +306,8 @@ def check_records(
     """
     require_file(path)
     try:
+        if path.stat().st_size == 0:
+            raise zipfile.BadZipFile("it is empty")
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
                 if info.filename not in but and (tensors or _RECORD_FOLDER not in info.filename):

@@ -97,7 +97,8 @@ def has_checksums(path: str | Path) -> bool:
     if not os.path.exists(path):  # a URL; or missing, which the loading function reports
         return False
     with open(path, "rb") as file:
-        if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
+        magic = file.read(len(_ZIP_MAGIC))
+        if magic and magic != _ZIP_MAGIC:  # the comparison reports an empty file
             return False
         try:
             with zipfile.ZipFile(file) as archive:
