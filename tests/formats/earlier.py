@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityStrategy, TopK
 from lightning_smartinfinity.cli import main
@@ -45,8 +47,14 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "two processes": {"precision": "32-true"},
     "compressed": {"precision": "bf16-mixed", "compression": TopK(0.25)},
 }
-"""Kinds of trainings: the Trainer's precision, and settings of the strategy."""
+"""Kinds of trainings by Lightning's Trainer: its precision, and settings of the strategy."""
 
+VARIED = "16-mixed"
+"""A kind with a loss scaler, a schedule, two loaders, one of them with a worker, and two storage folders."""
+
+SOURCES = {"fabric": ["storage"], "transformers": ["storage", "checkpoint"]}
+"""Trainings by other loops (:mod:`tests.formats.loops`), and what they leave to go on from: no exports, no universal
+folders."""
 
 ARCHIVES: Mapping[str, Sequence[str]] = {
     "2026-11-23": ["plain"],
@@ -54,7 +62,7 @@ ARCHIVES: Mapping[str, Sequence[str]] = {
     "2026-11-25": ["plain"],
     "2026-11-25-evening": ["plain", "compressed", "two processes"],
     "2026-11-29": list(KINDS),
-    "0.1.0.dev5": ["compressed"],
+    "0.1.0.dev5": ["compressed", *SOURCES],
 }
 """The archives, and the kinds of trainings in them. The commits that wrote them, and what differs from later ones:
 
@@ -74,9 +82,22 @@ class Noting(Small):
         super().__init__(**hooks)
         self.batches: list[list[float]] = []
 
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        batch = torch.cat([*batch]) if isinstance(batch, list) else batch
         self.batches.append(batch[:, 0].tolist())
         return super().training_step(batch, index)
+
+
+class Varied(Noting):
+    """Trains by :data:`VARIED`."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+
+    def train_dataloader(self) -> Any:
+        plain = super().train_dataloader()
+        return CombinedLoader([plain, DataLoader(plain.dataset, batch_size=2, num_workers=1)], "min_size")
 
 
 def values_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -93,14 +114,15 @@ def fitted(kind: str, root: Path, *, resume: str | None = None, **hooks: Any) ->
     """Fit a small model in a folder, and call functions in its hooks.
 
     Args:
-        kind: One of :data:`KINDS`.
+        kind: One of :data:`KINDS`, or :data:`VARIED`.
         root: The folder; storage is in it.
         resume: What the fit goes on from.
         **hooks: The functions, by the names of the hooks; each is given the module.
     """
-    settings = dict(KINDS[kind])
+    settings = {"precision": VARIED} if kind == VARIED else dict(KINDS[kind])
     precision = settings.pop("precision")
-    strategy = SmartInfinityStrategy(root / "storage", overlap="none", **settings)
+    storage = [root / "storage", root / "more"] if kind == VARIED else root / "storage"
+    strategy = SmartInfinityStrategy(storage, overlap="none", **settings)
     # A record of this kind also holds the index of the checkpoints.
     callbacks = [ModelCheckpoint(root / "kept", every_n_train_steps=2)] if kind == "compressed" else None
     trainer = quiet_trainer(
@@ -112,9 +134,31 @@ def fitted(kind: str, root: Path, *, resume: str | None = None, **hooks: Any) ->
         callbacks=callbacks,
         enable_checkpointing=bool(callbacks),
     )
-    module = Noting(**hooks)
+    module = (Varied if kind == VARIED else Noting)(**hooks)
     trainer.fit(module, ckpt_path=resume, weights_only=False if resume not in (None, "storage") else None)
     return module
+
+
+def looped(kind: str, root: Path, *, resume: str | None = None, note: Path | None = None, dies: bool = False) -> Any:
+    """Train by Fabric or transformers, and return the batches.
+
+    Args:
+        kind: One of :data:`SOURCES`.
+        root: The folder; storage is in it.
+        resume: What the training goes on from.
+        note: File for the values after as many steps.
+        dies: Whether the process is then killed.
+    """
+    from tests.formats.loops import LOOPS  # which imports transformers
+
+    def at_step(step: int, module: torch.nn.Module) -> None:
+        if step == STEPS and note is not None:
+            if not note.exists():
+                torch.save({"step": step, **values_of(module)}, note)
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return LOOPS[kind](root, STEPS + 2, resume, at_step)
 
 
 def run(action: str, kind: str, folder: Path, *arguments: str) -> None:
@@ -130,6 +174,8 @@ def processes_of(kind: str) -> int:
 
 def fit_and_die(kind: str, folder: Path) -> None:
     """Fit; note the values after some steps, and kill this process one step later."""
+    if kind in SOURCES:
+        looped(kind, folder / "run", note=folder / "values.pt", dies=True)
 
     def hook(module: Small) -> None:
         if module.trainer.global_step == STEPS:
@@ -142,6 +188,11 @@ def fit_and_die(kind: str, folder: Path) -> None:
 
 def fit_and_save(kind: str, folder: Path) -> None:
     """Fit, save after as many steps, and note all batches."""
+    if kind in SOURCES:
+        torch.save(looped(kind, folder / "saved"), folder / "batches.pt")
+        if "checkpoint" in SOURCES[kind]:
+            (folder / "run" / f"checkpoint-{STEPS}").rename(folder / "checkpoint")
+        return
 
     def hook(module: Small) -> None:
         if module.trainer.global_step == STEPS:
@@ -165,6 +216,10 @@ def read(kind: str, folder: Path, *sources: str) -> None:
     for source in sources:
         resume = source if source == "storage" else str(folder / source)
         root = folder / ("run" if source == "storage" else f"from {source}")
+        if kind in SOURCES:
+            batches = looped(kind, root, resume=resume, note=folder / f"{source}.pt")
+            torch.save(batches, folder / f"{source} batches.pt")
+            continue
         hooks = {
             "on_train_start": partial(_note, file=folder / f"{source}.pt"),
             "on_train_end": partial(_note_batches, folder / f"{source} batches.pt"),
@@ -193,14 +248,15 @@ def extracted(name: str, folder: Path) -> Path:
 def write(name: str, *kinds: str) -> None:
     """Write an archive of some kinds."""
     with tempfile.TemporaryDirectory() as written:
-        for kind in kinds or KINDS:
+        for kind in kinds or [*KINDS, *SOURCES]:
             folder = Path(written) / kind
             (folder / "run").mkdir(parents=True)
             run("fit_and_die", kind, folder)
             run("fit_and_save", kind, folder)
-            for left in (folder / "saved", folder / "run" / "kept"):
+            for left in (folder / "saved", folder / "run" / "kept", folder / "run" / "model"):
                 shutil.rmtree(left, ignore_errors=True)
-            converted(folder)
+            if kind not in SOURCES:
+                converted(folder)
         DATA.mkdir(exist_ok=True)
         with tarfile.open(DATA / f"{name}.tar.xz", "w:xz") as archive:
             archive.add(written, ".")
