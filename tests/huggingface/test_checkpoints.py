@@ -24,7 +24,10 @@ from lightning_smartinfinity.integrations import session as near_storage
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.integrations.transformers.resume import (
     begin_checkpoint,
+    begin_state,
     checkpoint_to_resume,
+    end_state,
+    require_undamaged,
     steps_of_checkpoints,
 )
 from lightning_smartinfinity.resume.start import choose_start
@@ -189,6 +192,18 @@ def save_on_rank(folder: Path, rank: int) -> Any:
     return json.loads(seen.read_text()) if rank == 0 else None
 
 
+def save_state_on_rank(folder: Path, rank: int) -> list[str]:
+    """Save a state as one rank of Accelerate, and return the files with checksums."""
+    state = folder / "state"
+    state.mkdir(exist_ok=True)
+    begin_state(str(state))
+    (state / f"random_states_{rank}.pkl").write_bytes(bytes(rank + 9))
+    end_state(str(state), rank, rank == 0)
+    require_undamaged(str(state))
+    checksums = read_file_checksums(state)
+    return [] if checksums is None else list(checksums.files)
+
+
 def start_on_rank(folder: Path, rank: int) -> Any:
     """Return what a rank chooses of checkpoints that differ between the ranks, and what it finds in two folders."""
     settings = StrategySettings(storage=(folder / "storage",))
@@ -202,7 +217,7 @@ def start_on_rank(folder: Path, rank: int) -> Any:
 def on_each_rank(folder: Path) -> Any:
     """Start, and save."""
     dist.init_process_group("gloo")
-    found = [do(folder, dist.get_rank()) for do in (start_on_rank, save_on_rank)]
+    found = [do(folder, dist.get_rank()) for do in (start_on_rank, save_on_rank, save_state_on_rank)]
     dist.destroy_process_group()
     return found
 
@@ -218,9 +233,15 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_ranks_start_together(of_ranks: Any) -> None:
     """Of one path the smallest step counts; each rank has the fault of the one that finds it."""
-    for (chosen, (steps, fault), damaged), _ in of_ranks:
+    for (chosen, (steps, fault), damaged), *_ in of_ranks:
         assert chosen == "second" and steps == {}
         assert "checkpoint-2 is passed over" in str(fault) and "trainer_state.json is damaged" in damaged
+
+
+def test_a_state_has_checksums_of_the_files_of_all_ranks(of_ranks: Any) -> None:
+    """The rank that writes them waits for the others; when the save ends on a rank, the checksums exist."""
+    for *_, with_checksums in of_ranks:
+        assert with_checksums == ["random_states_0.pkl", "random_states_1.pkl"]
 
 
 def test_random_states_of_all_ranks_are_flushed_before_older_checkpoints_are_removed(of_ranks: Any) -> None:
@@ -229,3 +250,17 @@ def test_random_states_of_all_ranks_are_flushed_before_older_checkpoints_are_rem
     assert whole.keys() == {"rng_state_0.pth", "rng_state_1.pth"} <= set(with_checksums)
     for rank in (0, 1):  # whose files may lie on other machines
         assert flushed[f"flushed-{rank}-rng_state_{rank}.pth"] == whole[f"rng_state_{rank}.pth"]
+
+
+def test_a_folder_that_a_mount_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is begun in a folder that another machine has removed a moment ago."""
+    mkdir, calls = Path.mkdir, list[Path]()
+
+    def remembering(path: Path, *args: Any, **kwargs: Any) -> None:
+        calls.append(path)
+        if len(calls) > 1:  # the first call finds the folder
+            mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", remembering)
+    begin_checkpoint(str(tmp_path / "checkpoint-1"), resumable=True)
+    assert [file.name for file in (tmp_path / "checkpoint-1").iterdir()] == ["optimizer.pt"]
