@@ -132,7 +132,8 @@ def test_an_error_after_the_fit(when: str, straight: Path, tmp_path: Path) -> No
     code, output = run(tmp_path / "broken", kill_at=f"error at {when}", kill_step=last)
     assert code == 1, output[-2000:]
     left = list((tmp_path / "broken" / "storage0").iterdir())
-    assert bool(left) == (when == "end") == ("ckpt_path='storage'" in output)
+    assert bool(left) == (when == "end") == ("ckpt_path='storage'" in output) == ("The training was complete" in output)
+    assert "interrupted" not in output
     if left:
         _, output = run(tmp_path / "broken", resume=True, kill_at="exit at end", kill_step=last, ends=1)
         assert "The training was complete, but an error ended the script" in output
