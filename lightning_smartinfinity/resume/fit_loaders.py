@@ -170,7 +170,7 @@ class FitLoaders:
         if self._is_over:
             self._leave_epoch(combined._iterator.iterators)
         if not own_only:
-            self._warn_of_lost(loaded)
+            self._warn_of_lost(loaded, saved["states"])
 
     def fetch_ahead(self) -> None:
         """Fetch the batch again that the saved fit had fetched ahead, if :meth:`load` resumed within an epoch."""
@@ -233,13 +233,21 @@ class FitLoaders:
                 loaded[number] = True
         return loaded
 
-    def _warn_of_lost(self, loaded: list[bool]) -> None:
+    def _warn_of_lost(self, loaded: list[bool], states: list[Any]) -> None:
         lost, loaders = [], loaders_of(self._fit_loop)
         fresh = [] if self._is_over else [one for one, done in zip(loaders, loaded, strict=True) if not done]
         if not all(map(keeps_position, fresh)):
             lost.append("a loader without state_dict and load_state_dict begins the epoch again")
         if any(map(keeps_position, fresh)):
-            lost.append("a DataLoader with another number of samples or another batch size begins the epoch again")
+            lost.append(
+                "a DataLoader with another number of samples or another batch size begins again with its first "
+                "batches, though the finished ones count, so that this epoch may repeat samples and leave out others"
+            )
+        if not self._is_over and any(map(_has_other_workers, loaders, states)):
+            lost.append(
+                "a stream that was read by workers is read without, or the reverse, so that this epoch may repeat "
+                "samples and leave out others"
+            )
         if any(_draws_otherwise(loader, is_over=self._is_over) for loader in loaders):
             lost.append("DataLoader workers draw their random numbers, if any, from new seeds")
         if lost and self._trainer.is_global_zero:
@@ -275,6 +283,13 @@ def _own_samplers(loader: Any) -> list[str]:
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     own = [type(sampler) for sampler in samplers if sampler is not None and not hasattr(sampler, "set_epoch")]
     return [kind.__qualname__ for kind in own if kind.__module__.partition(".")[0] not in _EXACT_SAMPLERS]
+
+
+def _has_other_workers(loader: Any, state: Any) -> bool:
+    """Return whether only one of a stream's DataLoader and the saved one has workers: they read in another order."""
+    if not (keeps_position(loader) and isinstance(loader.dataset, IterableDataset) and is_position(state)):
+        return False
+    return bool(state["is_within"]) and state["has_workers"] != (loader.num_workers > 0)
 
 
 def _draws_otherwise(loader: Any, *, is_over: bool) -> bool:

@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from lightning_smartinfinity.resume.fit_point import Following
 from lightning_smartinfinity.resume.loader_position import begin_epoch, keeps_position
 
@@ -29,7 +31,7 @@ __all__ = [
     "warn_of_lost_gradients",
     "warn_of_missing_gradients",
     "warn_of_other_processes",
-    "warn_of_repeated_step",
+    "warn_of_repeated_batch",
     "without_positions",
 ]
 
@@ -193,22 +195,31 @@ def warn_of_lost_gradients(trainer: Any) -> None:
     )
 
 
-def warn_of_repeated_step(trainer: Any, num_steps: int) -> None:
-    """Warn if a checkpoint is saved within a batch whose optimizer step it has: a resumed fit repeats the batch.
+def warn_of_repeated_batch(trainer: Any, num_steps: int) -> None:
+    """Warn if a checkpoint is saved within a batch of which it has a step or statistics: a resumed fit repeats it.
 
     Args:
         trainer: Trainer that saves, during its fit or afterwards.
         num_steps: Number of optimizer steps since the end of a batch.
     """
     batch = trainer.fit_loop.epoch_loop.batch_progress.current
-    if num_steps == 0 or batch.ready == batch.processed or not trainer.is_global_zero:
+    if batch.ready == batch.processed or not trainer.is_global_zero:
+        return
+    if num_steps > 0:
+        done, again = "its optimizer step", "takes that step a second time"
+    elif batch.started > batch.processed and any(map(_has_statistics, trainer.lightning_module.modules())):
+        done, again = "its forward", "adds it to running statistics, as of BatchNorm, a second time"
+    else:
         return
     warnings.warn(
-        f"A checkpoint is saved within batch {batch.processed} of epoch {trainer.current_epoch}, after its optimizer "
-        "step. A fit that resumes from it repeats the batch, and takes that step a second time. Save in "
-        "on_train_batch_end, or resume from storage.",
+        f"A checkpoint is saved within batch {batch.processed} of epoch {trainer.current_epoch}, after {done}. A fit "
+        f"that resumes from it repeats the batch, and {again}. Save in on_train_batch_end, or resume from storage.",
         stacklevel=2,
     )
+
+
+def _has_statistics(module: torch.nn.Module) -> bool:
+    return module.training and getattr(module, "running_mean", None) is not None
 
 
 def warn_of_missing_gradients(trainer: Any, loops: dict[str, Any]) -> None:

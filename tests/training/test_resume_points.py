@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_smartinfinity.integrations.trainer import fit_record
 from lightning_smartinfinity.integrations.trainer.fit_record import TrainerFitRecord
@@ -44,18 +45,29 @@ def test_gradients_that_a_checkpoint_leaves_out_are_warned_of(tmp_path: Path) ->
         fit(LitRandom(), tmp_path, resume=tmp_path / "batch-0-2.ckpt", max_epochs=1, accumulate_grad_batches=3)
 
 
-class SavingAfterStep(LitRandom):
-    """Saves a checkpoint within each batch, after its step."""
+class SavingWithinBatch(LitRandom):
+    """Saves a checkpoint within each batch, before its step and after it, and has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(1, affine=False)
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "step.ckpt"))
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
         self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "step.ckpt"))
 
 
-def test_a_step_that_a_resumed_fit_repeats_is_warned_of(tmp_path: Path) -> None:
-    """A checkpoint that is saved within a batch, after its step, repeats the batch."""
-    with pytest.warns(UserWarning, match="within batch 1 of epoch 0, after its optimizer step"):
-        fit(SavingAfterStep(), tmp_path, max_epochs=1, limit_train_batches=2)
+def test_a_batch_that_a_resumed_fit_repeats_is_warned_of(tmp_path: Path) -> None:
+    """A fit repeats the batch within which its checkpoint was saved: with its step, or with its running statistics."""
+    told = "within batch 1 of epoch 0, after its"
+    with (
+        pytest.warns(UserWarning, match=f"{told} optimizer step"),
+        pytest.warns(UserWarning, match=f"{told} forward.*BatchNorm"),
+    ):
+        fit(SavingWithinBatch(), tmp_path, max_epochs=1, limit_train_batches=2)
 
 
 def as_by_an_earlier_version(record: Any, patch: pytest.MonkeyPatch) -> None:

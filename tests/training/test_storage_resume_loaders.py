@@ -317,6 +317,10 @@ def test_what_is_not_exact_is_told(tmp_path: Path) -> None:
     told = "not exactly the one that was interrupted: a loader without state_dict and load_state_dict begins the epoch"
     with pytest.warns(UserWarning, match=told):
         fit(Module(Untold), tmp_path, seed=1, settings={"max_epochs": 1}, resume="storage")
+    fit(Module(lambda: DataLoader(Stream(), 2), breaks_at=2), tmp_path / "stream", seed=1, settings={})
+    with pytest.warns(UserWarning, match="a stream that was read by workers is read without, or the reverse"):
+        again = Module(lambda: DataLoader(Stream(), 2, num_workers=1))
+        fit(again, tmp_path / "stream", seed=1, settings={"max_steps": 3}, resume="storage")
 
 
 def test_a_fit_without_a_step_leaves_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

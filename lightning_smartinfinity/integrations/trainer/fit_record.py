@@ -36,7 +36,7 @@ from lightning_smartinfinity.resume.loops import (
     warn_of_lost_gradients,
     warn_of_missing_gradients,
     warn_of_other_processes,
-    warn_of_repeated_step,
+    warn_of_repeated_batch,
     without_positions,
 )
 from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
@@ -178,7 +178,7 @@ class TrainerFitRecord(FitRecord):
         if "loops" in checkpoint and self._loaders is not None:
             point = self._at_end or self._point(random)
             warn_of_lost_gradients(self._trainer)
-            warn_of_repeated_step(self._trainer, self._engine_steps() - self._num_steps)
+            warn_of_repeated_batch(self._trainer, self._engine_steps() - self._num_steps)
             checkpoint["loops"] = without_positions(checkpoint["loops"], self._trainer)
         checkpoint[RNG_KEY] = point
 
