@@ -272,6 +272,8 @@ class FitRecord:
             completed: Whether the training came to its end. A later error may leave its state, too.
             says: Whether this process logs the message.
         """
+        if self.is_still_interrupted and rank_state is not None:
+            rank_state.keeping.completed = completed = False
         if (self.is_on or self.is_still_interrupted) and says and rank_state is not None:
             if completed:
                 rank_state.keeping.told = self.how_to_save(settings)

@@ -194,7 +194,9 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
     @override
     def close(self) -> None:
         if self._rank_state is not None and self._rank_state.is_open:
-            self._rank_state.keeping.completed = sys.exc_info()[0] is None
+            keeping = self._rank_state.keeping
+            has_recorded = self._fit_record.is_on or keeping.saved or not keeping.resumable  # else it only resumed
+            keeping.completed = sys.exc_info()[0] is None and has_recorded
         super().close()
         self._fit_record.close()
 
@@ -422,6 +424,9 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
             if is_start and self._fit_record.resumes:
                 assert self._training_engine is not None
                 loaded = self._fit_record.restore(self._training_engine)
+                if self.is_global_zero:
+                    keeping = self._training_engine.optimizer.rank_state.keeping
+                    keeping.told = partial(self._fit_record.say_how_to_resume, self._settings)
             elif self.load_full_weights:
                 refuse_optimizer(with_optimizer)
                 loaded = self._load_full(path, state, engine, strict=strict)

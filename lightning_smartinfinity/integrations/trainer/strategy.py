@@ -434,7 +434,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
             super().teardown()
         if self.lightning_module is not None:
             save_in_turn(self.lightning_module.trainer)
-        completed = not (self._fit_record.was_interrupted or self._fit_record.is_still_interrupted)
+        completed = not self._fit_record.was_interrupted
         self._become_idle(completed=completed)
         if self._checkpoint_index is not None:
             self._checkpoint_index.roll_back()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from lightning_smartinfinity.common.patches import replaced, wrapped
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
@@ -20,7 +21,7 @@ from lightning_smartinfinity.integrations.transformers.seams import Trainer
 from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.resume.record import FitRecord, loop_in
 from lightning_smartinfinity.resume.record_content import TRANSFORMERS_KEYS
-from lightning_smartinfinity.resume.schedules import advance_when_loaded
+from lightning_smartinfinity.resume.schedules import prepare_loads
 from lightning_smartinfinity.settings.strategy import StrategySettings
 from lightning_smartinfinity.settings.user_calls import CALLS_OF_TRANSFORMERS
 from lightning_smartinfinity.zero3.untyped import ClientState
@@ -54,7 +55,21 @@ class TransformersFitRecord(FitRecord):
             automatic=True,
         )
         self.loop: ClientState | None = None
+        self._last: Trainer | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    @override
+    def is_still_interrupted(self) -> bool:
+        if self.loop is None or self._last is None:
+            return False
+        before, now = self.loop[_STATE], self._last.state
+        stopped = self._last.control.should_training_stop and now.global_step <= now.max_steps  # here or by a callback
+        return now.global_step == before["global_step"] < before["max_steps"] and not stopped
+
+    def ended(self, trainer: Trainer) -> None:
+        """Note the Trainer of a training that has ended without an error."""
+        self._last = trainer
 
     def prepare_resume(self, trainer: Trainer, settings: StrategySettings) -> str:
         """Return a folder that the Trainer takes for the checkpoint of the training on storage. Collective.
@@ -96,7 +111,7 @@ class TransformersFitRecord(FitRecord):
     def end(self) -> None:
         """Record no longer, and forget what the last training resumed from."""
         super().end()
-        self.loop, self.resumes = None, False
+        self.loop, self._last, self.resumes = None, None, False
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -145,6 +160,7 @@ class RecordedTraining:
                 patches.enter_context(wrapped(transformers.trainer, "deepspeed_load_checkpoint", self._load_engine))
                 patches.enter_context(wrapped(transformers.trainer, "skip_first_batches", self._skip))
             yield
+            self._record.ended(self._trainer)
 
     # ---- in the order in which the Trainer calls them
 
@@ -160,8 +176,7 @@ class RecordedTraining:
         return (self._loop["epoch"], num_batches) if self._same_ranks else (epoch, num_batches)
 
     def _load_engine(self, original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-        if engine.optimizer.own_hyperparameters:
-            advance_when_loaded([self._trainer.lr_scheduler])
+        prepare_loads([self._trainer.lr_scheduler], new_settings=engine.optimizer.own_hyperparameters)
         if self._loop is None:
             original(engine, *args, **kwargs)
             return
@@ -258,7 +273,7 @@ class RecordedTraining:
         for name, value in loop["control"].items():
             setattr(trainer.control, name, value)
         state = loop[_STATE]
-        if state["global_step"] >= state["max_steps"]:  # it may have more steps now
+        if state["global_step"] >= min(state["max_steps"], trainer.state.max_steps):  # it may have more steps now
             trainer.control.should_training_stop = state["global_step"] >= trainer.state.max_steps
         if self._same_ranks:
             restore(loop[RNG_KEY], trainer.args.device)
