@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="the folder that was saved; if every machine saved its part to a disk of its own, the folders of all",
     )
-    parser.add_argument("--into", type=named_path, required=True, help="folder for the new one, which must not exist")
+    parser.add_argument("--into", type=named_path, required=True, help="folder for the new one; new or empty")
     add_weights_only(parser)
     add_quiet(parser)
 

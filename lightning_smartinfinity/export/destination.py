@@ -26,7 +26,7 @@ from lightning_smartinfinity.storage.folders.replacement import (
 )
 from lightning_smartinfinity.storage.folders.staging_folder import locked, remove_content, rooms_in
 from lightning_smartinfinity.storage.io.deadlines import doing_now
-from lightning_smartinfinity.storage.io.files import bounded, limited
+from lightning_smartinfinity.storage.io.files import bounded, is_unused, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
 __all__ = ["require_folder", "require_outside", "require_room", "require_unused", "resolved", "staged"]
@@ -91,8 +91,8 @@ def require_unused(target: Path) -> None:
         CheckpointError: It exists already.
     """
     with storage_errors("Looking for", target):
-        empty = target.is_dir() and not any(target.iterdir())
-    if os.path.lexists(target) and not empty:
+        unused = is_unused(target)
+    if not unused:
         raise CheckpointError(
             f"{target} exists already, and an export replaces nothing.", "Remove it, or name another path."
         )

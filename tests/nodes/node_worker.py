@@ -36,6 +36,7 @@ from lightning_smartinfinity import (
     TransferConfig,
 )
 from lightning_smartinfinity.common.progress import showing_progress
+from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import remove_interrupted, replacing
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import find_checkpoint
@@ -249,11 +250,30 @@ def remembering(scratch: Path) -> Any:
         assert loaded(folder / f"{number % 2}.ckpt") == content
         trainer.strategy.save_pretrained(folder / "exported")  # type: ignore[attr-defined]
         assert (folder / "exported" / "model.safetensors").stat().st_size
+    make_by_turns(folder / "resumed" / "step=4.ckpt", folder / "made")
     by_two_paths = scratch / f"node-{dist.get_rank()}" / "2.ckpt"
     assert save(by_two_paths, "2") == (dist.get_rank() == 0)
     dist.barrier()
     assert loaded(by_two_paths) == "2"
     return found
+
+
+def make_by_turns(checkpoint: Path, made: Path) -> None:
+    """Convert and export to paths that each machine has just seen before the other one removed them."""
+    for make in (
+        convert_checkpoint,
+        lambda checkpoint, made: export_checkpoint(checkpoint, made, ExportSettings()),
+        lambda checkpoint, made: export_checkpoint(checkpoint, made, ExportSettings(to="lightning")),
+    ):
+        for rank in range(2):
+            if rank == dist.get_rank():
+                make(checkpoint, made)
+            dist.barrier()
+            assert made.is_file() or any(made.iterdir())
+            dist.barrier()
+            if rank == dist.get_rank():
+                _remove(made)
+            dist.barrier()
 
 
 def step_of(path: Path) -> Any:

@@ -136,11 +136,15 @@ def test_what_cannot_be_converted_is_refused(name: str, checkpoint: Path, tmp_pa
 
 
 def test_a_folder_that_exists_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
-    """A folder that exists is left alone even if it is empty."""
+    """A folder that exists is left alone unless it is empty, as one looks that a file system only remembers."""
     (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "file").touch()
     with pytest.raises(CheckpointError, match="exists already"):
         convert_checkpoint(checkpoint, tmp_path / "new")
-    assert list((tmp_path / "new").iterdir()) == []
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
+    (tmp_path / "new" / "file").unlink()
+    convert_checkpoint(checkpoint, tmp_path / "new")
+    assert (tmp_path / "new" / "zero").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ import torch
 
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
 from lightning_smartinfinity.storage.folders.replacement import flush, flush_names, flush_tree
-from lightning_smartinfinity.storage.io.files import listed
+from lightning_smartinfinity.storage.io.files import listed, unless_removed
 from lightning_smartinfinity.storage.io.os_errors import in_short, storage_errors
 from lightning_smartinfinity.zero3.checkpoints.formats.file_checksums import (
     FILE_CHECKSUMS_NAME,
@@ -118,8 +119,12 @@ def begin_checkpoint(folder: str, *, resumable: bool) -> None:
         if resumable:
             saved = io.BytesIO()
             torch.save(_InMemory(folder), saved)
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, _optimizer_file()).write_bytes(saved.getvalue())
+            unless_removed(partial(_write_placeholder, Path(folder), saved.getvalue()))
+
+
+def _write_placeholder(folder: Path, content: bytes) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _optimizer_file()).write_bytes(content)
 
 
 def flush_file(file: str) -> None:

@@ -57,9 +57,11 @@ def put_in_place(new: Path, old: Path) -> None:
     if not os.path.lexists(old):
         os.rename(new, old)
     elif not exchange(new, old):
-        os.rename(old, new.parent / _PREVIOUS)
+        with suppress(FileNotFoundError):  # another machine has removed it, and the file system remembers it
+            os.rename(old, new.parent / _PREVIOUS)
         os.rename(new, old)
-        os.rename(new.parent / _PREVIOUS, new)
+        with suppress(FileNotFoundError):
+            os.rename(new.parent / _PREVIOUS, new)
 
 
 def put_back(staging: Path, old: Path) -> None:

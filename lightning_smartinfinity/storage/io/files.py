@@ -18,6 +18,7 @@ __all__ = [
     "LimitedCalls",
     "OpenFile",
     "bounded",
+    "is_unused",
     "limited",
     "listed",
     "resolved",
@@ -87,6 +88,26 @@ def unless_removed(make: Callable[[], T], *, seconds: float = REMEMBERED) -> T:
             if time.monotonic() >= give_up:
                 raise
         time.sleep(_GLANCE)
+
+
+def is_unused(path: Path) -> bool:
+    """Return whether a path does not exist, or is an empty folder; without a time limit.
+
+    Some file systems cache for seconds that a path is still there, if another machine has removed it. Then a folder
+    looks empty, and a file cannot be opened.
+    """
+    if not os.path.lexists(path):
+        return True
+    try:
+        if path.is_dir():
+            return not any(path.iterdir())
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
+    except FileNotFoundError:
+        return True
+    except OSError:
+        if path.is_dir():
+            raise
+    return False
 
 
 def transfer_all(transfer: Callable[[memoryview, int], int], content: memoryview, offset: int = 0) -> int:

@@ -32,7 +32,7 @@ from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.storage.folders.replacement import beside, flush_names, flush_tree
 from lightning_smartinfinity.storage.folders.staging_folder import locked, remove_content
 from lightning_smartinfinity.storage.io.deadlines import doing_now
-from lightning_smartinfinity.storage.io.files import limited, resolved
+from lightning_smartinfinity.storage.io.files import is_unused, limited, resolved
 from lightning_smartinfinity.zero3.checkpoints.folders.flushed_file import save_flushed
 from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import writing
 from lightning_smartinfinity.zero3.checkpoints.folders.note import note_for
@@ -71,7 +71,7 @@ def convert_checkpoint(
 
     Args:
         checkpoint: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
-        into: A folder that does not exist yet.
+        into: A folder that does not exist yet, or is empty.
         parts: The other machines' folders of the same checkpoint, if each machine saved to its own file system.
         weights_only: Whether the checkpoint may hold only tensors, numbers, text and containers of these. False is for
             checkpoints that you trust: loading other types runs code that a file names.
@@ -128,7 +128,7 @@ def _staged_folder(into: str | Path) -> Iterator[Path]:
 
 
 def _prepare(staging: Path, new: Path, target: Path) -> None:
-    if target.exists():
+    if not is_unused(target):
         raise CheckpointError(f"{target} exists already.", "Remove it, or name another folder.")
     remove_content(staging)
     (new / "zero").mkdir(parents=True)
