@@ -37,7 +37,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import CHE
 from lightning_smartinfinity.zero3.checkpoints.formats.whole_file import CHECKSUMS_KEY
 from tests.fabric.storage_worker import FabricRun
 from tests.fabric.storage_worker import launch as launch_fabric
-from tests.formats.earlier import converted, extracted, run
+from tests.formats.earlier import VARIED, converted, extracted, run
 from tests.helpers.model_folder import make_model_folder
 from tests.huggingface.interrupted import HuggingRun
 from tests.huggingface.interrupted import launch as launch_transformers
@@ -80,6 +80,9 @@ def written(folder: Path) -> Path:
     (folder / "run").mkdir()
     run("fit_and_die", KIND, folder)
     run("fit_and_save", KIND, folder)
+    (folder / VARIED / "run").mkdir(parents=True)
+    run("fit_and_die", VARIED, folder / VARIED)
+    run("fit_and_save", VARIED, folder / VARIED)
     fabric, transformers = (str(folder / name) for name in OTHERS)
     launch_fabric(FabricRun(fabric, kill_step=2))
     model = str(make_model_folder(folder / "model"))
@@ -106,12 +109,14 @@ def schemas_of(folder: Path) -> Schemas:
     of_checkpoint, of_universal = (torch.load(file, weights_only=True) for file in (optimizer_file, universal_file))
     (model_file,) = (folder / "checkpoint").rglob("*model_states.pt")
     checkpoint_version = of_checkpoint["optimizer_state_dict"][EXTRA_KEY]["version"]
+    varied = _varied(folder / VARIED)
     return {
         "manifest": {
             str(values["version"]): {
                 "manifest": schema({**values, "groups": _names_only(values["groups"])}),
                 "commit record": commit_record._FORMAT._header.format,
                 "extents": {name: _form(form) for name, form in STATE_FORMATS.items()},
+                **varied.get("manifest", {}),
             }
         },
         "training record": {
@@ -121,6 +126,7 @@ def schemas_of(folder: Path) -> Schemas:
                 "engine": {key: schema(value, depth=int(key == "counters")) for key, value in engine.items()},
                 "loop": schema({**loop, "checkpoint": {}, "books": list(loop.get("books", {}).values())}),
                 **_other_loops(folder),
+                **varied.get("training record", {}),
             }
         },
         "checkpoint": {
@@ -132,6 +138,7 @@ def schemas_of(folder: Path) -> Schemas:
                     str(file.relative_to(folder / "universal")) for file in _files(folder / "universal")
                 ),
                 "universal optimizer states": _ours(of_universal),
+                **varied.get("checkpoint", {}),
             }
         },
         **_checksums_of_exports(folder),
@@ -159,6 +166,34 @@ def _other_loops(folder: Path) -> dict[str, Any]:
         for loop in (of_fabric, of_transformers)
     ]
     return {f"loop of {name}": loop for name, loop in zip(OTHERS, described, strict=True)}
+
+
+def _varied(folder: Path) -> Schemas:
+    """Return the schemas of what a training of :data:`VARIED` writes otherwise, if there is one."""
+    if not folder.exists():
+        return {}
+    values = json.loads((_rank_folder(folder / "run") / MANIFEST_NAME).read_text())
+    engine, loop = read_content(_newest_record(folder / "run"))
+    (optimizer_file,) = (folder / "checkpoint").rglob("*optim_states.pt")
+    (model_file,) = (folder / "checkpoint").rglob("*model_states.pt")
+    of_optimizer = torch.load(optimizer_file, weights_only=True)["optimizer_state_dict"]
+    scaler = ("dynamic_loss_scale", "loss_scaler", "overflow")
+    return {
+        "manifest": {f"manifest of {VARIED}": schema({**values, "groups": _names_only(values["groups"])})},
+        "training record": {
+            f"engine of {VARIED}": {
+                key: schema(engine[key]) for key in ("dynamic_loss_scale", "loss_scaler", "overflow")
+            },
+            f"loop of {VARIED}": schema({**loop, "checkpoint": {}}),
+        },
+        "checkpoint": {
+            f"model states of {VARIED}": _ours(torch.load(model_file, weights_only=True)),
+            f"optimizer states of {VARIED}": {
+                **_ours(of_optimizer),
+                **{key: schema(of_optimizer[key]) for key in scaler},
+            },
+        },
+    }
 
 
 def _checksums_of_exports(folder: Path) -> Schemas:
