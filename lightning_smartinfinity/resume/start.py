@@ -118,8 +118,8 @@ def choose_start(settings: StrategySettings, steps: dict[str, int], *, is_remove
         return Start(Source.NEW, f"{nothing} The training begins at step 0.")
     if newest is None or (found is not None and _is_newer(found, everywhere[newest])):
         after = "" if found is None or found.step is None else f", after step {found.step}"
-        return Start(Source.STORAGE, f"Resumes from the state in {where}{after}{beside}.")
-    return Start(Source.CHECKPOINT, f"Resumes from the checkpoint {newest} of step {everywhere[newest]}.", newest)
+        return Start(Source.STORAGE, f"Chooses the state in {where}{after}{beside}.")
+    return Start(Source.CHECKPOINT, f"Chooses the checkpoint {newest} of step {everywhere[newest]}.", newest)
 
 
 def _is_newer(found: FoundTraining, step: int) -> bool:

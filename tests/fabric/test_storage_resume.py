@@ -63,9 +63,9 @@ def test_one_script_is_its_own_restart(tmp_path: Path, attack: Attack) -> None:
     assert launch(FabricRun(broken, kill_step=2, kill_after=1e-6, **script))[0] == -signal.SIGKILL
     assert launch(FabricRun(broken, fail_step=3, exits=True, **script))[0] == 143
     code, output = launch(FabricRun(broken, save_step=4, fail_step=4, **script))
-    assert code != 0 and "Resumes from the state in" in output, output[-3000:]
+    assert code != 0 and "Chooses the state in" in output, output[-3000:]
     code, output = launch(FabricRun(broken, **script))
-    assert code == 0 and "Resumes from the checkpoint" in output, output[-3000:]
+    assert code == 0 and "Chooses the checkpoint" in output, output[-3000:]
     assert steps_of(tmp_path / "broken") == steps_of(tmp_path / "straight")
     assert end_of(tmp_path / "broken") == end_of(tmp_path / "straight")
 
@@ -151,7 +151,8 @@ def test_wrong_uses(tmp_path: Path) -> None:
 def test_after_a_resumed_set_up_comes_the_load(tmp_path: Path) -> None:
     """Before it, neither backward nor record is possible; afterwards a second one reads a checkpoint.
 
-    Hyperparameters that the script has changed are told. A checkpoint with an object of a class needs consent.
+    Hyperparameters and schedules that the script has changed are reported, and used if it asks for them. A checkpoint
+    with an object of a class needs consent.
     """
     code, _ = launch(FabricRun(str(tmp_path), fail_step=2))
     assert code != 0
@@ -171,6 +172,14 @@ def test_after_a_resumed_set_up_comes_the_load(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] < 0.02
     with pytest.raises(CheckpointError):
         fabric.load("storage", state)
+    fabric.strategy.close()
+    assert files(tmp_path / "storage") == ["default"]  # it was interrupted, and the resumed loop has taken no step
+    fabric.strategy.resume()
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    scheduler: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=50)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+    with pytest.warns(UserWarning, match="total_steps=50.* in its OneCycleLR, but .* resumes has total_steps=100"):
+        fabric.load("storage", state)
     with pytest.warns(UserWarning, match="UserDict"):
         fabric.save(tmp_path / "own.ckpt", {**state, "own": UserDict()})
     fabric.strategy.close()
@@ -184,4 +193,11 @@ def test_after_a_resumed_set_up_comes_the_load(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"sets weight_decay=0.3, but .* began with weight_decay=0.01, and keeps that"):
         fabric.load("storage", state, weights_only=False)  # either word asks for what resume() chose
     assert state["step"] == 2
+    fabric.strategy.close()
+    fabric.strategy.use_new_hyperparameters()
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.4))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    fabric.load(tmp_path / "own.ckpt", state, weights_only=False)
+    assert optimizer.param_groups[0]["lr"] == 0.1  # of the third step
     fabric.strategy.close()
