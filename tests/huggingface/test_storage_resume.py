@@ -101,6 +101,8 @@ def test_ctrl_c(
             train_interrupted(dataclasses.replace(run, method=method, step=step))
         told = "start the script again with trainer.train(resume_from_checkpoint='storage')" in caplog.text
         assert told == (step > 0) == bool(list(tmp_path.glob("smart_infinity/*/*/state.bin")))
+    train_interrupted(dataclasses.replace(run, how="", changes={"num_train_epochs": 0}))
+    assert "No optimizer step was taken" in caplog.text
     assert_goes_on(train_interrupted(dataclasses.replace(run, how="")), straight, after=9)
     assert not list(tmp_path.glob("smart_infinity/*/*"))
 
@@ -191,12 +193,17 @@ def test_an_error_after_the_training(model_folder: Path, tmp_path: Path, caplog:
     ``sys.exit(0)`` is no failure, and ``sys.exit("a message")`` is one.
     """
 
-    def script(error: BaseException) -> None:
+    def script(error: BaseException, *, resume: str | None = None, **changes: Any) -> None:
         with SmartInfinityTraining(tmp_path / "storage") as training:
-            args = arguments(tmp_path, training.config, max_steps=2)
-            transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset(2)).train()
+            if changes:
+                training.use_new_hyperparameters()
+            args = arguments(tmp_path, training.config, **{"max_steps": 2, **changes})
+            trainer = transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset(2))
+            trainer.train(resume_from_checkpoint=resume)
+            rates[:] = [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
             raise error
 
+    rates = list[float]()
     with pytest.raises(SystemExit):
         script(SystemExit(0))
     assert "The training was" not in caplog.text and not list(tmp_path.glob("storage/*/*"))
@@ -204,9 +211,12 @@ def test_an_error_after_the_training(model_folder: Path, tmp_path: Path, caplog:
         script(SystemExit("a message"))
     assert "The training was complete, but an error" in caplog.text and "trainer.save_model(folder)" in caplog.text
     assert list(tmp_path.glob("storage/*/*/state.bin"))
+    with pytest.raises(SystemExit):  # trains on, with a new rate
+        script(SystemExit(1), resume="storage", max_steps=4, learning_rate=0.004)
+    assert rates[-2:] == pytest.approx([0.002, 0.001])
     storage, told = (
         {"storage": tmp_path / "storage"},
-        r"lr=0.002 .*, but .* began with lr=0.001, .* training.use_new",
+        r"lr=0.002 .*, but .* began with lr=0.004, .* training.use_new",
     )
     with pytest.warns(UserWarning, match=told):
         resumed = train(model_folder, tmp_path, resume="storage", strategy=storage, max_steps=2, learning_rate=0.002)
