@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_smartinfinity.settings.user_calls import user_calls
 
-__all__ = ["advance_when_loaded", "prepare_loads"]
+__all__ = ["prepare_loads", "warn_of_changed_schedule"]
 
 _OF_PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 # Their positions, the rates before the schedule (hyperparameters of the optimizer), and what is compared elsewhere.
@@ -43,11 +43,6 @@ def prepare_loads(objects: Iterable[object], *, new_settings: bool) -> None:
             _load_once(scheduler, _advance if new_settings else _load_and_compare)
 
 
-def advance_when_loaded(objects: Iterable[object]) -> None:
-    """Call :func:`prepare_loads` for new settings."""
-    prepare_loads(objects, new_settings=True)
-
-
 def _load_once(scheduler: Any, load: Callable[[Any, Mapping[str, Any]], None]) -> None:
     def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         del scheduler.load_state_dict  # restores the class's method
@@ -67,8 +62,18 @@ def _advance(scheduler: Any, state_dict: Mapping[str, Any]) -> None:
 
 
 def _load_and_compare(scheduler: Any, state_dict: Mapping[str, Any]) -> None:
-    changes = _changes(scheduler, state_dict)
+    warn_of_changed_schedule(scheduler, state_dict)
     scheduler.load_state_dict(state_dict)
+
+
+def warn_of_changed_schedule(scheduler: object, state_dict: Mapping[str, Any]) -> None:
+    """Warn on the first rank of settings that a load will change.
+
+    Args:
+        scheduler: The new scheduler; if it is not one of torch, nothing is compared.
+        state_dict: The saved state.
+    """
+    changes = _changes(scheduler, state_dict) if isinstance(scheduler, LRScheduler) else []
     if not changes or (dist.is_initialized() and dist.get_rank() != 0):
         return
     now, before = (", ".join(dict.fromkeys(column)) for column in zip(*changes, strict=True))

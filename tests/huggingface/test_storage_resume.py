@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from lightning_smartinfinity import CheckpointError, ConfigError, StorageError
@@ -193,17 +194,29 @@ def test_an_error_after_the_training(model_folder: Path, tmp_path: Path, caplog:
     ``sys.exit(0)`` is no failure, and ``sys.exit("a message")`` is one.
     """
 
-    def script(error: BaseException, *, resume: str | None = None, **changes: Any) -> None:
+    def script(
+        error: BaseException,
+        *,
+        rate: float = 0.001,
+        factor: float = 0.5,
+        resume: str | None = None,
+        max_steps: int = 2,
+        new: bool = False,
+    ) -> None:
         with SmartInfinityTraining(tmp_path / "storage") as training:
-            if changes:
+            if new:
                 training.use_new_hyperparameters()
-            args = arguments(tmp_path, training.config, **{"max_steps": 2, **changes})
-            trainer = transformers.Trainer(model=load(model_folder), args=args, train_dataset=dataset(2))
+            model = load(model_folder)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+            both: Any = (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, factor))
+            args = arguments(tmp_path, training.config, max_steps=max_steps)
+            trainer = transformers.Trainer(model=model, args=args, train_dataset=dataset(2), optimizers=both)
             trainer.train(resume_from_checkpoint=resume)
+            steps.append(trainer.state.global_step)
             rates[:] = [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
             raise error
 
-    rates = list[float]()
+    steps, rates = list[int](), list[float]()
     with pytest.raises(SystemExit):
         script(SystemExit(0))
     assert "The training was" not in caplog.text and not list(tmp_path.glob("storage/*/*"))
@@ -212,15 +225,15 @@ def test_an_error_after_the_training(model_folder: Path, tmp_path: Path, caplog:
     assert "The training was complete, but an error" in caplog.text and "trainer.save_model(folder)" in caplog.text
     assert list(tmp_path.glob("storage/*/*/state.bin"))
     with pytest.raises(SystemExit):  # trains on, with a new rate
-        script(SystemExit(1), resume="storage", max_steps=4, learning_rate=0.004)
-    assert rates[-2:] == pytest.approx([0.002, 0.001])
-    storage, told = (
-        {"storage": tmp_path / "storage"},
-        r"lr=0.002 .*, but .* began with lr=0.004, .* training.use_new",
-    )
-    with pytest.warns(UserWarning, match=told):
-        resumed = train(model_folder, tmp_path, resume="storage", strategy=storage, max_steps=2, learning_rate=0.002)
-    assert resumed.losses == [] and not list(tmp_path.glob("storage/*/*"))
+        script(SystemExit(1), resume="storage", max_steps=4, rate=0.004, new=True)
+    assert rates[-2:] == pytest.approx([0.001, 0.0005])
+    with (
+        pytest.warns(UserWarning, match="lr=0.002, but .* began with lr=0.004, .* training.use_new"),
+        pytest.warns(UserWarning, match="gamma=0.1 in its StepLR, but .* has gamma=0.5, .* training.use_new"),
+        pytest.raises(SystemExit),
+    ):
+        script(SystemExit(0), resume="storage", rate=0.002, factor=0.1)
+    assert steps == [2, 2, 4, 4] and not list(tmp_path.glob("storage/*/*"))
 
 
 def test_what_cannot_be_resumed(model_folder: Path, tmp_path: Path) -> None:

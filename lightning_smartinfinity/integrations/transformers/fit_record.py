@@ -21,7 +21,7 @@ from lightning_smartinfinity.integrations.transformers.seams import Trainer
 from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.resume.record import FitRecord, loop_in
 from lightning_smartinfinity.resume.record_content import TRANSFORMERS_KEYS
-from lightning_smartinfinity.resume.schedules import prepare_loads
+from lightning_smartinfinity.resume.schedules import prepare_loads, warn_of_changed_schedule
 from lightning_smartinfinity.settings.strategy import StrategySettings
 from lightning_smartinfinity.settings.user_calls import CALLS_OF_TRANSFORMERS
 from lightning_smartinfinity.zero3.untyped import ClientState
@@ -176,7 +176,7 @@ class RecordedTraining:
         return (self._loop["epoch"], num_batches) if self._same_ranks else (epoch, num_batches)
 
     def _load_engine(self, original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-        prepare_loads([self._trainer.lr_scheduler], new_settings=engine.optimizer.own_hyperparameters)
+        self._prepare_scheduler(Path(args[0]), new_settings=engine.optimizer.own_hyperparameters)
         if self._loop is None:
             original(engine, *args, **kwargs)
             return
@@ -185,6 +185,15 @@ class RecordedTraining:
             raise CheckpointError(
                 "The training on storage changed while it was being resumed.", "Run the script again."
             )
+
+    def _prepare_scheduler(self, folder: Path, *, new_settings: bool) -> None:
+        from transformers.trainer import SCHEDULER_NAME
+
+        scheduler = self._trainer.lr_scheduler
+        if new_settings:
+            prepare_loads([scheduler], new_settings=True)
+        elif (folder / SCHEDULER_NAME).exists():  # compared here: the Trainer drops warnings of the load
+            warn_of_changed_schedule(scheduler, torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _run(self, original: Callable[..., None], **epoch: Any) -> None:
         self._batches = Batches(epoch["train_dataloader"])
