@@ -79,7 +79,7 @@ OVERRIDING: list[tuple[Any, Any, list[str]]] = [
             *("validation_step", "test_step", "predict_step", "pre_backward", "block_backward_sync"),
             *("model_sharded_context", "optimizer_state", "save_checkpoint", "load_checkpoint", "remove_checkpoint"),
             *("init_deepspeed", "_initialize_deepspeed_inference", "_init_optimizers", "_setup_model_and_optimizer"),
-            *("_format_config", "_restore_zero_state"),
+            *("_format_config", "load_model_state_dict", "_restore_zero_state"),
         ],
     ),
     (
