@@ -21,7 +21,7 @@ import transformers
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lightning_smartinfinity import ConfigError, UnsupportedError
+from lightning_smartinfinity import CheckpointError, ConfigError, UnsupportedError
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.integrations.transformers.arguments import has_rule
@@ -233,7 +233,10 @@ def test_a_checkpoint_that_is_opened_as_a_file(model_folder: Path, tmp_path: Pat
 
 
 def test_a_checkpoint_is_resumed_without_the_context(model_folder: Path, tmp_path: Path) -> None:
-    """A Trainer in memory would begin with new moments, without a word. Its error names where to resume."""
+    """A Trainer in memory would begin with new moments, without a word. Its error names where to resume.
+
+    What it saves into a checkpoint of ours makes a mixture of two trainings, which is refused.
+    """
     train(model_folder, tmp_path, data=dataset(2), save_strategy="steps", save_steps=1)
     checkpoint = tmp_path / "checkpoint-1"
     with pytest.raises(pickle.UnpicklingError, match="resume_within_smart_infinity_training"):
@@ -242,7 +245,8 @@ def test_a_checkpoint_is_resumed_without_the_context(model_folder: Path, tmp_pat
         torch.load(checkpoint / "optimizer.pt", weights_only=False)
     trainer_of(model_folder, tmp_path, None, save_strategy="steps", save_steps=1).train()
     assert "param_groups" in torch.load(checkpoint / "optimizer.pt"), "a Trainer in memory could not save there"
-    train(model_folder, tmp_path, data=dataset(2), resume=checkpoint.with_name("checkpoint-2"))
+    with pytest.raises(CheckpointError, match="another program changed it after the save"):
+        train(model_folder, tmp_path, data=dataset(2), resume=checkpoint.with_name("checkpoint-2"))
 
 
 def test_a_checkpoint_of_a_model_alone(model_folder: Path, tmp_path: Path) -> None:
