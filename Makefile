@@ -12,8 +12,9 @@ PIP_OPTIONS ?=
 # Further options of the demo and of pytest.
 DEMO_OPTIONS ?=
 PYTEST_OPTIONS ?=
-# Processes that the tests are dealt out to, file by file: twice as many as cores, as some always wait for storage.
-PYTEST_WORKERS ?= 4
+# Processes that the tests are dealt out to, file by file: more than cores, as some always wait for storage. Each takes
+# 1.5 to 3 GB.
+PYTEST_WORKERS ?= 6
 
 # As in an activated environment: the tests start python, ninja and others by name.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
