@@ -37,7 +37,7 @@ def fresh_python(code: str, *arguments: str, cwd: Path, autoload: bool = True, *
         text=True,
         timeout=PROCESS_LIMIT,
     )
-    assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
+    assert completed.returncode == 0, f"status {completed.returncode}\n{completed.stdout}\n{completed.stderr}"
     return completed.stdout
 
 
