@@ -39,10 +39,13 @@ long sysconf(int name) noexcept {
 
 void* mmap(void* hint, std::size_t bytes, int protection, int flags, int file, off_t offset) noexcept {
     const auto map = real(mmap, "mmap");
-    if ((flags & MAP_FIXED) != 0 || file >= 0) return map(hint, bytes, protection, flags, file, offset);
-    void* const mapped = map(hint, whole(bytes) + page(), protection, flags, file, offset);
+    if ((flags & MAP_FIXED) != 0) return map(hint, bytes, protection, flags, file, offset);
+    // A file, too, gets whole pages of its own: munmap() below would take what is beside it.
+    const int reserving = file >= 0 ? MAP_PRIVATE | MAP_ANONYMOUS : flags;
+    void* const mapped = map(hint, whole(bytes) + page(), protection, reserving, -1, 0);
     if (mapped == MAP_FAILED) return mapped;
-    return reinterpret_cast<void*>(whole(reinterpret_cast<std::uintptr_t>(mapped)));
+    void* const begin = reinterpret_cast<void*>(whole(reinterpret_cast<std::uintptr_t>(mapped)));
+    return file >= 0 ? map(begin, bytes, protection, flags | MAP_FIXED, file, offset) : begin;
 }
 
 int munmap(void* address, std::size_t bytes) noexcept {
