@@ -8,6 +8,9 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
+#include <iterator>
+#include <map>
+#include <mutex>
 
 namespace {
 
@@ -22,6 +25,23 @@ bool begins_a_page(const void* address) {
     if (reinterpret_cast<std::uintptr_t>(address) % page() == 0) return true;
     errno = EINVAL;
     return false;
+}
+
+struct Mapped {
+    std::mutex mutex;
+    std::map<void*, std::size_t> bytes;  // of each range, by its begin
+
+    bool has(void* address) const {
+        const auto after = bytes.upper_bound(address);
+        if (after == bytes.begin()) return false;
+        const auto [begin, size] = *std::prev(after);
+        return address < static_cast<char*>(begin) + size;
+    }
+};
+
+Mapped& mapped_here() {
+    static Mapped& mapped = *new Mapped;  // as long as the process
+    return mapped;
 }
 
 template <typename Function>
@@ -45,11 +65,18 @@ void* mmap(void* hint, std::size_t bytes, int protection, int flags, int file, o
     void* const mapped = map(hint, whole(bytes) + page(), protection, reserving, -1, 0);
     if (mapped == MAP_FAILED) return mapped;
     void* const begin = reinterpret_cast<void*>(whole(reinterpret_cast<std::uintptr_t>(mapped)));
+    const std::scoped_lock lock(mapped_here().mutex);
+    mapped_here().bytes[begin] = whole(bytes);
     return file >= 0 ? map(begin, bytes, protection, flags | MAP_FIXED, file, offset) : begin;
 }
 
 int munmap(void* address, std::size_t bytes) noexcept {
-    return begins_a_page(address) ? real(munmap, "munmap")(address, whole(bytes)) : -1;
+    const auto unmap = real(munmap, "munmap");
+    const std::scoped_lock lock(mapped_here().mutex);
+    // The C library maps memory without this library, in pages of the real kernel.
+    if (!mapped_here().has(address)) return unmap(address, bytes);
+    mapped_here().bytes.erase(address);
+    return begins_a_page(address) ? unmap(address, whole(bytes)) : -1;
 }
 
 int madvise(void* address, std::size_t bytes, int advice) noexcept {
