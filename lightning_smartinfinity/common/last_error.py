@@ -1,7 +1,7 @@
 """Finds the error that ends the script, for functions that run at the interpreter's exit.
 
-Python stores an exception that nobody caught in ``sys.last_value``, but no ``SystemExit``: after ``sys.exit(1)``, for
-instance in a handler of SIGTERM, nothing tells an exit handler from the normal end.
+Python stores an exception that no code caught in ``sys.last_value``, except ``SystemExit``. So an exit handler cannot
+distinguish ``sys.exit(1)``, for instance in a handler of SIGTERM, from the normal end of the script.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ class _Exit:
 
 
 def notice_exit() -> None:
-    """Notice calls of ``sys.exit`` from now on; safe to call again."""
-    if not isinstance(sys.exit, _Exit):
+    """Notice calls of ``sys.exit`` from now on, when a training begins; forget earlier ones, which were caught."""
+    if isinstance(sys.exit, _Exit):
+        sys.exit.error = None
+    else:
         sys.exit = _Exit(sys.exit)
 
 
 def last_error() -> BaseException | None:
     """Return the error that is being handled or has ended the script, None if there is none.
 
-    A ``sys.exit`` with an error counts only after :func:`notice_exit`, and also if the script caught it.
+    A ``sys.exit`` with an error counts only after the last :func:`notice_exit`, and even if the script caught it.
     """
     of_exit = sys.exit.error if isinstance(sys.exit, _Exit) else None
     return sys.exc_info()[1] or getattr(sys, "last_value", None) or of_exit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_smartinfinity.common.last_error import last_error, notice_exit
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from tests.fabric.storage_worker import FabricRun, launch
 from tests.fabric.worker import quiet_fabric
@@ -53,6 +55,18 @@ def test_kills_at_random(devices: int, num_kills: int, options: dict[str, Any], 
         assert steps_of(tmp_path / "killed", rank).keys() == steps_of(tmp_path / "straight", rank).keys()
         assert end_of(tmp_path / "killed", rank) == end_of(tmp_path / "straight", rank)
     assert not files(tmp_path / "killed" / "storage")
+
+
+def test_an_exit_that_was_caught_ends_no_later_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exit with an error counts until the next training begins."""
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    notice_exit()
+    with pytest.raises(SystemExit):
+        sys.exit(3)
+    assert isinstance(last_error(), SystemExit)
+    notice_exit()
+    assert last_error() is None
 
 
 def test_one_script_is_its_own_restart(tmp_path: Path, attack: Attack) -> None:

@@ -176,7 +176,7 @@ def test_what_comes_after_the_look(
 def test_folders_behind_links_are_not_used(
     tmp_path: Path, level: str, attack: Attack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A link in place of the job's or the rank's folder is refused, and state behind it stays. Each remedy helps."""
+    """A link in place of the job's or the rank's folder is refused. Its target is unchanged, and each remedy works."""
     left(tmp_path / "elsewhere")
     before = tree(tmp_path / "elsewhere")
     (tmp_path / "s" / level).parent.mkdir(parents=True)

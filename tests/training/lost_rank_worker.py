@@ -62,7 +62,7 @@ def _let_nothing_be_flushed() -> None:
 
 
 def _let_mount_hang() -> None:
-    """Let the file system hang at the next write."""
+    """Make the file system stop answering at the next write."""
     fuse.hang(_mounted(Path(sys.argv[1])), at="WRITE")
 
 

@@ -166,7 +166,7 @@ def test_files_in_the_page_cache(
         Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
 
 
-# ---- Ctrl-C on any line of the devices, in steps in which a card fails, never commits what is not on storage
+# ---- Ctrl-C at any line of the device code, while a card fails: a step is committed only if its state is on storage
 
 
 MODULES = (device, worker, host, submissions)

@@ -70,7 +70,7 @@ def test_ranks_choose_alike() -> None:
 
 
 def guesses(hysteresis: Hysteresis, outcomes: str, num_windows: int) -> int:
-    """Return how many speculative updates so many windows make, each being right ("r") or wrong ("w") in turn."""
+    """Return the number of speculative updates in these windows, if the outcomes ("r": right, "w": wrong) repeat."""
     made = 0
     for outcome in islice(cycle(outcomes), num_windows):
         if hysteresis.allows():
