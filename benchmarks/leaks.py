@@ -171,11 +171,14 @@ def evaluations(rounds: Rounds, folder: Path, *, plain: bool) -> None:
 
 
 def fits(rounds: Rounds, folder: Path, *, plain: bool, resume: bool = False) -> None:
-    """Train one step by a new Trainer in each round, from the last checkpoint if ``resume``."""
+    """Train three steps by a new Trainer in each round, from the last checkpoint if ``resume``.
+
+    After two steps DeepSpeed knows the order of modules, and remembers more.
+    """
     path = folder / "a.ckpt"
     while not rounds.done:
         done = len(rounds._samples)
-        trainer = trainer_of(folder, plain=plain, max_steps=done + 1 if resume else 1)
+        trainer = trainer_of(folder, plain=plain, max_steps=3 * (done + 1) if resume else 3)
         trainer.fit(module_of(), ckpt_path=path if resume and done else None, weights_only=False)
         if resume:
             trainer.save_checkpoint(path)

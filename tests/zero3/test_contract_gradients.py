@@ -23,7 +23,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-from lightning_smartinfinity.zero3.parameters.deepspeed_patches import GATHER_PARAMS
+from lightning_smartinfinity.zero3.parameters.deepspeed_patches import GATHER_PARAMS, PARAMS_TO_RELEASE
 from lightning_smartinfinity.zero3.parameters.live_parameters import RELEASE_PARAM
 from tests.zero3.test_contract import passed, undecorated
 
@@ -109,6 +109,18 @@ def test_the_order_of_gathering_can_be_learnt_anew() -> None:
     assert "self.__submodule_order = tuple(self.__submodule_order)" in source
     assert "for module in self.__submodule_order[step_id:]:" in source
     assert callable(coordinator.reset_step)
+
+
+@pytest.mark.seam("`read_trace_lazily`: a model is freed after its training")
+def test_parameters_to_release_are_cached_by_the_class() -> None:
+    """PartitionedParameterCoordinator has `__params_to_release(self, submodule_to_release, step_id)`.
+
+    instrument_w_nvtx holds it as `func`, in a functools.cache.
+    """
+    method = vars(PartitionedParameterCoordinator)[PARAMS_TO_RELEASE]
+    cached = inspect.getclosurevars(method).nonlocals["func"]
+    assert cached.cache_parameters()["maxsize"] is None
+    assert passed(cached.__wrapped__) == ["self", "submodule_to_release", "step_id"]
 
 
 @pytest.mark.seam("`keep_statistics` keeps statistics in fp32")

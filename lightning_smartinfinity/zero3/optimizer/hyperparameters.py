@@ -56,13 +56,10 @@ def warn_of_changes(saved: Sequence[SavedState], own: Sequence[SavedState], *, i
     changes = describe_changes(saved, own)
     if not changes or dist.get_rank() != 0:
         return
-    now, before = (", ".join(dict.fromkeys(column)) for column in zip(*changes, strict=True))
-    warnings.warn(
-        f"The script sets {now}, but the training that it resumes {'was saved' if by_code else 'began'} with {before}, "
-        f"and keeps that. To train on with the new value{'s' if changes[1:] else ''}, {user_calls().changes}."
-        f"{' Leave it if your scheduler or code has changed the value during the training.' if by_code else ''}",
-        stacklevel=4,
-    )
+    told = user_calls().describe_kept(changes, saved=f"{'was saved' if by_code else 'began'} with")
+    if by_code:
+        told += " Leave it if your scheduler or code has changed the value during the training."
+    warnings.warn(told, stacklevel=4)
 
 
 def _unscheduled(saved: SavedState, own: SavedState) -> SavedState:

@@ -1,21 +1,25 @@
-"""Changes four habits of DeepSpeed's gathers.
+"""Changes some habits of DeepSpeed's gathers.
 
 - Prefetching does not wait for updates that nothing needs yet.
 - When a module begins to use another module's parameter, after the order of gathers was recorded, the parameter is
   gathered with that module, too. Prefetching would follow the earlier order and raise a tracing error.
 - The trace of modules is not copied whenever a module releases its parameters.
-- A model is freed after its training. The stack of modules whose forward runs would hold the model of every engine.
+- A model is freed after its training. The stack of modules whose forward runs would hold the model of every engine, and
+  so would a cache of the parameters that each module may release. That cache is also emptied with every new trace.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 from deepspeed.utils import z3_leaf_module
 
 from lightning_smartinfinity.zero3.setup.environment import having_local_rank
@@ -23,6 +27,7 @@ from lightning_smartinfinity.zero3.untyped import ZeroCoordinator, ZeroModule, Z
 
 __all__ = [
     "GATHER_PARAMS",
+    "PARAMS_TO_RELEASE",
     "ModuleTrace",
     "hold_top_module_weakly",
     "read_trace_lazily",
@@ -34,6 +39,9 @@ __all__ = [
 
 GATHER_PARAMS = "_PartitionedParameterCoordinator__all_gather_params"
 """The coordinator's method that gathers the parameters of a module and, ahead of use, those of later modules."""
+
+PARAMS_TO_RELEASE = "_PartitionedParameterCoordinator__params_to_release"
+"""The coordinator's method that finds, once a trace is complete, which parameters of a module nothing uses soon."""
 
 
 def skip_in_prefetch(
@@ -113,13 +121,17 @@ class ModuleTrace(tuple[Any, ...]):
 
 
 def read_trace_lazily(offload: ZeroOffload) -> None:
-    """Make the parameter coordinator store every complete trace as a :class:`ModuleTrace`.
+    """Make the parameter coordinator store every complete trace as a :class:`ModuleTrace`, with a cache of its own.
+
+    DeepSpeed's cache of the parameters to release belongs to the class. It would keep every model alive that is trained
+    for more than a step.
 
     Args:
         offload: DeepSpeed's ``DeepSpeedZeRoOffload``.
     """
     coordinator = offload.get_param_coordinator()
     reset = coordinator.reset_step
+    cached = inspect.getclosurevars(vars(PartitionedParameterCoordinator)[PARAMS_TO_RELEASE]).nonlocals["func"]
 
     def reset_step() -> None:
         with having_local_rank():
@@ -127,6 +139,8 @@ def read_trace_lazily(offload: ZeroOffload) -> None:
         trace = getattr(coordinator, _TRACE)
         if type(trace) is tuple:
             setattr(coordinator, _TRACE, ModuleTrace(trace))
+            compute = types.MethodType(cached.__wrapped__, coordinator)
+            setattr(coordinator, PARAMS_TO_RELEASE, functools.cache(compute))
 
     coordinator.reset_step = reset_step
 
