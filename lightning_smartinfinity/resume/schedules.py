@@ -74,15 +74,9 @@ def warn_of_changed_schedule(scheduler: object, state_dict: Mapping[str, Any]) -
         state_dict: The saved state.
     """
     changes = _changes(scheduler, state_dict) if isinstance(scheduler, LRScheduler) else []
-    if not changes or (dist.is_initialized() and dist.get_rank() != 0):
-        return
-    now, before = (", ".join(dict.fromkeys(column)) for column in zip(*changes, strict=True))
-    warnings.warn(
-        f"The script sets {now} in its {type(scheduler).__name__}, but the training that it resumes has "
-        f"{before}, and keeps that. To train on with the new value{'s' if changes[1:] else ''}, "
-        f"{user_calls().changes}.",
-        stacklevel=4,
-    )
+    if changes and not (dist.is_initialized() and dist.get_rank() != 0):
+        setter = f" in its {type(scheduler).__name__}"
+        warnings.warn(user_calls().describe_kept(changes, setter=setter), stacklevel=4)
 
 
 def _changes(scheduler: LRScheduler, saved: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["CALLS_OF_FABRIC", "CALLS_OF_TRAINER", "CALLS_OF_TRANSFORMERS", "UserCalls", "advise", "user_calls"]
@@ -31,6 +32,20 @@ class UserCalls:
     def begin_anew(self) -> str:
         """The remedy where a training cannot be resumed from storage."""
         return f"Begin anew, without resuming from storage ({self.begins_anew}), or pass a checkpoint."
+
+    def describe_kept(self, changes: Sequence[tuple[str, str]], *, setter: str = "", saved: str = "has") -> str:
+        """Return the warning that a resumed training keeps values that the script sets otherwise.
+
+        Args:
+            changes: Each value that differs, as text of the script's own and of the saved value.
+            setter: The object in which the script sets them, with a preposition.
+            saved: Verb between the training and its values.
+        """
+        now, before = (", ".join(dict.fromkeys(column)) for column in zip(*changes, strict=True))
+        return (
+            f"The script sets {now}{setter}, but the training that it resumes {saved} {before}, and keeps that. "
+            f"To train on with the new value{'s' if changes[1:] else ''}, {self.changes}."
+        )
 
 
 CALLS_OF_TRAINER = UserCalls(
