@@ -185,15 +185,15 @@ def test_a_disk_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk
 
     Forty limits end it, whatever the disk does for others, and Ctrl-C ends it within seconds.
     """
-    counts, seconds = itertools.count(), 0.02
+    counts, seconds = itertools.count(), 0.1  # by then even a busy machine has begun the call
 
     def count(_: Path) -> int:
-        if (number := next(counts)) == 20:
+        if (number := next(counts)) == 60:
             disk.answers.set()
         return number
 
     monkeypatch.setattr(calls, "completed_requests", count)
-    monkeypatch.setattr(calls, "_POLL", seconds / 2)
+    monkeypatch.setattr(calls, "_POLL", seconds / 10)
     assert in_time(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=seconds)
     disk.answers.clear()
     began = time.monotonic()
