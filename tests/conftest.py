@@ -35,6 +35,7 @@ set_hypothesis_home_dir(Path(__file__).parents[1] / "build/hypothesis")
 _FORBIDDEN_SKIPS = pytest.StashKey[list[str]]()
 _NUM_MODULES = pytest.StashKey[int]()
 _LEFT_BEFORE = pytest.StashKey[set[Path]]()
+_MANY_MODULES = 20  # a collection takes as long as the import of some
 _CACHES = {"__pycache__", ".pytest_cache", "build"}
 
 
@@ -48,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FORBIDDEN_SKIPS] = []
     config.stash[_LEFT_BEFORE] = _left(config)
+    gc.set_threshold(10_000, 20, 20)  # by default imports collect again and again
     config.pluginmanager.register(_SkipWatch(config.stash[_FORBIDDEN_SKIPS]))
     # As under `make`: each process of the tests would compile for seven seconds what it imports.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -73,20 +75,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """After the last test of a module, whose fixtures have ended by then, look for new imports."""
+    """After each test look for new imports."""
     result = yield
-    if nextitem is None or nextitem.path != item.path:
-        _exclude_imports_from_garbage_collection(item.config)
+    _exclude_imports_from_garbage_collection(item.config)
     return result
 
 
 def _exclude_imports_from_garbage_collection(config: pytest.Config) -> None:
-    """Exclude all that is imported by now from garbage collection.
+    """Exclude all that is imported by now from garbage collection, if that is much more than before.
 
     Every fit collects, which would take a third of a small fit's time, and the first fit imports what the others only
-    use. Objects that tests make are still collected.
+    use. Objects that later tests make are still collected.
     """
-    if len(sys.modules) > config.stash.get(_NUM_MODULES, 0):
+    if len(sys.modules) > config.stash.get(_NUM_MODULES, 0) + _MANY_MODULES:
         gc.collect()
         gc.freeze()
         config.stash[_NUM_MODULES] = len(sys.modules)
