@@ -15,7 +15,7 @@ import torch
 from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, OffloadedActivations
 from lightning_smartinfinity.activations.tuning import hooks, tuner
 from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
-from tests.activations.chains import chain
+from tests.activations.chains import assert_nothing_is_left, chain
 from tests.activations.models import everything, opened
 from tests.activations.test_programs import program, traffic_of
 from tests.helpers.runif import RunIf
@@ -66,9 +66,10 @@ def assert_right(x: torch.Tensor, loss: torch.Tensor) -> None:
 
 
 def choose_first(offloaded: OffloadedActivations) -> None:
-    """Run micro-batches until it is settled what is offloaded."""
+    """Run micro-batches until it is settled what is offloaded, and their writes have ended."""
     for _ in range(FIRST_SETTLED_FORWARD):
         assert_right(*saved(offloaded))
+    assert_nothing_is_left(offloaded)
 
 
 def finish_writes_of_pool(offloaded: OffloadedActivations) -> None:
