@@ -66,10 +66,9 @@ def assert_right(x: torch.Tensor, loss: torch.Tensor) -> None:
 
 
 def choose_first(offloaded: OffloadedActivations) -> None:
-    """Run micro-batches until it is settled what is offloaded, and their writes have ended."""
+    """Run micro-batches until it is settled what is offloaded."""
     for _ in range(FIRST_SETTLED_FORWARD):
         assert_right(*saved(offloaded))
-    assert_nothing_is_left(offloaded)
 
 
 def finish_writes_of_pool(offloaded: OffloadedActivations) -> None:
@@ -160,6 +159,7 @@ def test_only_the_oldest_are_written(tmp_path: Path, room: int) -> None:
     """They are written and read back if the pool has no room for them, with an eighth of it to spare."""
     with opened(tmp_path, everything(host_bytes=room * NBYTES)) as offloaded:
         choose_first(offloaded)
+        assert_nothing_is_left(offloaded)  # writes of the last of them may still be in progress
         before = offloaded.traffic()
         with offloaded._store.lock:
             x, loss = slowly_saved(offloaded)
