@@ -78,7 +78,7 @@ def test_a_kill(step: int, method: str, straight: Left, model_folder: Path, tmp_
     other = shutil.copytree(run.out, tmp_path / "other")
     resumed = train_interrupted(dataclasses.replace(run, how="", resume="storage"))
     assert_goes_on(resumed, straight, after=step)
-    if not saves:
+    if step == 4:  # and 6 or 8 batches of an epoch, after which a window of 5 cannot begin
         changes = {"gradient_accumulation_steps": 5, "max_steps": 7}
         changed = dataclasses.replace(run, out=str(other), how="", resume="storage", changes=changes)
         with pytest.warns(UserWarning, match="after [68] batches .* gradient_accumulation_steps=5 .* are used again"):
