@@ -56,6 +56,15 @@ MACHINES: dict[str, tuple[dict[str, Any], list[MemoryLimit]]] = {
         },
         [MemoryLimit(16 * GIB, 8 * GIB)],
     ),
+    # Beyond memory.high a group is slowed down instead of killed, as systemd's MemoryHigh does.
+    "a soft limit": (
+        {
+            "group": "/a/b",
+            "a": {"memory.max": f"{32 * GIB}\n", "memory.high": "max\n", "memory.current": f"{2 * GIB}\n"},
+            "a__b": {"memory.max": "max\n", "memory.high": f"{8 * GIB}\n", "memory.current": f"{GIB}\n"},
+        },
+        [MemoryLimit(8 * GIB, 7 * GIB), MemoryLimit(32 * GIB, 30 * GIB)],
+    ),
     # The container's limit is at the top of the mounted hierarchy, as the process's path is the host's.
     "a container of version 1": (
         {

@@ -91,13 +91,14 @@ def _share(name: str, ranks: Sequence[MemoryReport]) -> int:
 class _Files(NamedTuple):
     """Names of the files and fields in which a version of control groups reports memory."""
 
-    limit: str
+    limits: tuple[str, ...]  # the smallest counts
     used: str
     inactive: str  # in memory.stat
 
 
-_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+# Beyond memory.high the kernel reclaims memory and slows the group's processes down, as if they had no more.
+_VERSION_2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 def _group_limits(root: Path) -> Iterator[tuple[str, MemoryLimit]]:
@@ -114,13 +115,21 @@ def _group_limits(root: Path) -> Iterator[tuple[str, MemoryLimit]]:
 def _limits_on_path(mounted: Path, path: str, files: _Files) -> Iterator[tuple[str, MemoryLimit]]:
     group = mounted / path.lstrip("/")
     for folder in (group, *group.parents):
-        # The file may be missing or contain "max". In a container, the path may be the host's.
+        # In a container, the path may be the host's.
+        limits = list(_numbers(folder, files.limits)) if folder.is_relative_to(mounted) else []
         with suppress(OSError, ValueError):
-            if folder.is_relative_to(mounted):
-                limit, used = int((folder / files.limit).read_text()), int((folder / files.used).read_text())
+            if limits:
+                limit, used = min(limits), int((folder / files.used).read_text())
                 # The memory in use includes inactive file pages, which the kernel reclaims when memory is needed.
                 inactive = _fields(folder / "memory.stat").get(files.inactive, 0)
                 yield _group_name(folder), MemoryLimit(limit, limit - used + inactive)
+
+
+def _numbers(folder: Path, names: Sequence[str]) -> Iterator[int]:
+    """Yield the numbers in some files of a folder. A file may be missing or contain "max"."""
+    for name in names:
+        with suppress(OSError, ValueError):
+            yield int((folder / name).read_text())
 
 
 def _group_name(folder: Path) -> str:
