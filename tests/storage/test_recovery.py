@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
@@ -61,11 +62,8 @@ def test_newest_generation_is_found(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         store = recover_store(folders)
-    assert store.generation == 3
-    assert store.placement.devices.tolist() == [0, 1, 0, 1, 0]
-    assert store.placement.positions.tolist() == [3, 2, 4, 3, 5]
-    assert store.tasklet_generations.tolist() == [3] * store.extents.num_tasklets
-    assert store.steps.tolist() == [3, 3]
+    assert (store.generation, store.steps.tolist(), store.tasklet_generations.tolist()) == (3, [3] * 2, [3] * 5)
+    assert [each.tolist() for each in store.placement] == [[0, 1, 0, 1, 0], [3, 2, 4, 3, 5]]
     store.close(remove=True)
 
 
@@ -79,15 +77,12 @@ def test_newest_generation_common_to_all_ranks(tmp_path: Path) -> None:
 
 def test_record_whose_extents_were_lost(tmp_path: Path) -> None:
     """If a record survived a power loss without its extents, the previous generation is taken with a warning."""
-    store = create([tmp_path])
-    for generation in range(3):
-        commit_generation(store, generation)
+    path = left(tmp_path, generations=3) / "state.bin"
+    store = recover_store([tmp_path])
     offset = store.extents.place_offset(int(store.placement.positions[2])) + store.extents.extents[2].nbytes - 128
-    path = Path(store.files[0].path)
     store.close(remove=False)
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        file.write(bytes(128))
+    content = path.read_bytes()
+    path.write_bytes(content[:offset] + bytes(128) + content[offset + 128 :])
     with pytest.warns(UserWarning, match=r"generation 2 of tasklet 2.*\. Going on from generation 1\."):
         assert recovered(tmp_path) == 1
 
@@ -169,9 +164,7 @@ def test_manifest_of_another(tmp_path: Path, change: Change, kind: type[StorageE
     path.write_bytes(change(json.loads(path.read_text())))
     with pytest.raises(StorageError, match=re.escape(message)) as caught:
         recover_store([tmp_path])
-    assert type(caught.value) is kind
-    assert "rank-00000" in caught.value.problem
-    assert caught.value.remedy
+    assert type(caught.value) is kind and "rank-00000" in caught.value.problem and caught.value.remedy
 
 
 def test_every_bit_of_a_manifest(tmp_path: Path, attack: Attack) -> None:
@@ -192,9 +185,8 @@ def test_every_bit_of_a_manifest(tmp_path: Path, attack: Attack) -> None:
 
 def test_manifest_larger_than_any(tmp_path: Path) -> None:
     """It is refused before it is read: a file can have more bytes than the machine has memory."""
-    path = tmp_path / "manifest.json"
-    path.touch()
-    os.truncate(path, 1 << 41)
+    (tmp_path / "manifest.json").touch()
+    os.truncate(tmp_path / "manifest.json", 1 << 41)
     with pytest.raises(StorageCorruptError, match=NONE):
         read_manifest(OpenFolder(tmp_path))
 
@@ -212,13 +204,9 @@ def test_manifest_larger_than_any(tmp_path: Path) -> None:
 )
 def test_record_that_was_made_up(changed: dict[str, int], tmp_path: Path) -> None:
     """A record with a right checksum and impossible places, generations or counts is refused."""
-    store = create([tmp_path])
-    commit_generation(store, 0)
-    tasklets, steps = len(store.placement.positions), len(store.manifest.description.parameters)
-    job = store.manifest.job
-    store.close(remove=False)
-    folder = OpenFolder(tmp_path / "default" / "rank-00000")
-    ((record,), _) = read_records(folder, num_tasklets=tasklets, num_parameters=steps, job=job)
+    folder = OpenFolder(left(tmp_path))
+    job = read_manifest(folder).job
+    ((record,), _) = read_records(folder, num_tasklets=5, num_parameters=2, job=job)
     ((name, value),) = changed.items()
     column = getattr(record, name, None) if hasattr(record, name) else getattr(record.placement, name)
     column[-1] = value
@@ -243,14 +231,14 @@ def test_folders_must_be_those_of_the_store(tmp_path: Path) -> None:
 
     for wrong in ([b, a], [a], [a, c], [a, b, d], [b, a, d]):
         assert refused(*wrong).endswith(f": storage={[str(a), str(b)]!r}.")
-    assert "is in 2 storage folders; 3 named" in refused(a, b, d)
-    assert recovered(a, b, remove=False) == 0
+    assert "is in 2 storage folders; 3 named" in refused(a, b, d) and recovered(a, b, remove=False) == 0
     for old, new in ((a, d), (b, a), (d, b)):
         old.rename(new)
     assert refused(a, b).endswith(f": storage={[str(b), str(a)]!r}.")
     b.rename(d)
-    assert refused(a, b).startswith(f"{str(b / 'default/rank-00000')!r} cannot be found")
-    assert refused(a, b).endswith(f"the other folders: storage={[str(a)]!r}.")
+    said = refused(a, b)
+    assert said.startswith(f"{str(b / 'default/rank-00000')!r} cannot be found")
+    assert said.endswith(f"the other folders: storage={[str(a)]!r}.")
     d.rename(b)
     assert recovered(b, a) == 0
 
@@ -266,9 +254,8 @@ def test_nothing_to_recover(tmp_path: Path) -> None:
         recover_store([tmp_path])
     assert not (tmp_path / "default" / "rank-00000" / "lock").exists()
     left(tmp_path / "empty", generations=0)
-    with pytest.raises(StorageCorruptError, match="holds no commit record") as caught:
+    with pytest.raises(StorageCorruptError, match=r"holds no commit record.*checkpoint"):
         recover_store([tmp_path / "empty"])
-    assert "checkpoint" in caught.value.remedy
 
 
 def recorded(folder: Path, *, num_records: int, num_later: int = 0, ended: str = "") -> Path:
@@ -396,9 +383,9 @@ def test_training_records_of_no_use(tmp_path: Path) -> None:
     one, both, late, ended = (tmp_path / name for name in ("one", "both", "late", "ended"))
     damage(recorded(one, num_records=4, num_later=1) / "training-0.bin")
     assert re.search(r"record '.*training-0.bin' is damaged, and later steps .* \(step 2\)", refusal(one))
-    folder = recorded(both, num_records=4)
-    damage(folder / "training-0.bin")
-    damage(folder / "training-1.bin")
+    recorded(both, num_records=4)
+    for file in both.rglob("training-*.bin"):
+        damage(file)
     assert re.search(r"records '.*0.bin' and '.*1.bin' are damaged\.", refusal(both))
     recorded(late, num_records=2, num_later=2)
     assert "after its last record (step 1): several optimizer steps" in refusal(late)
@@ -430,17 +417,18 @@ def decode(content: bytes, like: CommitRecord, *, job: bytes = JOB) -> CommitRec
     return decode_record(content, num_tasklets=len(like.tasklet_generations), num_parameters=len(like.steps), job=job)
 
 
+def columns_of(record: CommitRecord) -> list[NDArray[Any]]:
+    return [*record.placement, record.tasklet_generations, record.steps]
+
+
 @given(records())
 def test_record_survives_encoding(record: CommitRecord) -> None:
     """Every field survives encoding, and the record fits its place."""
     content = encode_record(record, job=JOB)
     assert len(content) <= record_bytes(len(record.tasklet_generations), len(record.steps))
     decoded = decode(content + bytes(100), record)
-    assert decoded is not None
-    assert decoded.generation == record.generation
-    for name in ("tasklet_generations", "steps"):
-        assert np.array_equal(getattr(decoded, name), getattr(record, name))
-    for found, column in zip(decoded.placement, record.placement, strict=True):
+    assert decoded is not None and decoded.generation == record.generation
+    for found, column in zip(columns_of(decoded), columns_of(record), strict=True):
         assert found.dtype == column.dtype and np.array_equal(found, column)
 
 
@@ -493,8 +481,7 @@ def test_the_newest_record_cannot_be_read(damage: str, tmp_path: Path) -> None:
     assert re.search(said.replace("Going on from generation 1", "Generation 1 was read"), scrubbed)
     with pytest.warns(UserWarning, match=said):
         assert recovered(tmp_path, remove=False) == 1
-    assert path.read_bytes()[4096:] == whole[4096:]
-    assert recovered_silently(tmp_path) == 1
+    assert path.read_bytes()[4096:] == whole[4096:] and recovered_silently(tmp_path) == 1
 
 
 def test_no_record_can_be_read(tmp_path: Path) -> None:
