@@ -1,8 +1,10 @@
-"""The monitor in a real Trainer, with a strategy that counts known numbers of bytes per step, and its metrics."""
+"""The monitor in a real Trainer, with a strategy that counts known numbers of bytes and with ours; metrics."""
 
 from __future__ import annotations
 
 import copy
+import csv
+import dataclasses
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.devices import FolderTraffic, Traffic
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.integrations.trainer.callbacks import StorageTrafficMonitor
@@ -28,6 +31,9 @@ from lightning_smartinfinity.integrations.trainer.metrics import (
     traffic_between,
 )
 from tests.callbacks.fakes import Clock, CountingStrategy, Line
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.ranks import on_ranks
+from tests.helpers.trainers import quiet_trainer
 
 INITIALISATION_TB = 12e6 / 1e12
 
@@ -170,8 +176,7 @@ def test_skipped_steps(tmp_path: Path) -> None:
     trainer.fit(Line())
     assert monitor.summary["io/bytes_per_parameter"] == pytest.approx(27.5)
     assert monitor.summary["io/shared_read_GB"] == pytest.approx(12_000 / 1e9 * 6 / 8)
-    assert math.isnan(seen.values[0]["io/bytes_per_parameter"])
-    assert seen.values[0]["io/shared_read_GB"] == 0
+    assert math.isnan(seen.values[0]["io/bytes_per_parameter"]) and seen.values[0]["io/shared_read_GB"] == 0
 
 
 def test_validation_and_checkpoints_between_steps(tmp_path: Path) -> None:
@@ -235,8 +240,7 @@ def test_run_without_an_end(tmp_path: Path) -> None:
     )
     trainer, monitor, _ = build(tmp_path, max_epochs=-1, callbacks=[stop])
     trainer.fit(Line())
-    assert "io/projected_TB" not in monitor.summary
-    assert monitor.summary["io/written_TB"] > 0
+    assert "io/projected_TB" not in monitor.summary and monitor.summary["io/written_TB"] > 0
 
 
 @pytest.mark.parametrize("prog_bar", [True, False])
@@ -345,7 +349,7 @@ def test_between_two_readings() -> None:
 def test_values(metric: StorageCounters, on_one: float, on_two: float) -> None:
     """Bytes add up over updates and ranks, the slowest rank's time counts, and only bytes count beside steps.
 
-    Torchmetrics stacks the states of ranks; tests/callbacks/test_with_strategy.py has two of them.
+    Torchmetrics stacks the states of ranks; a test below has two of them.
     """
     alone, first, second = (copy.deepcopy(metric) for _ in range(3))
     for one, other in ((alone, alone), (first, second)):
@@ -353,8 +357,7 @@ def test_values(metric: StorageCounters, on_one: float, on_two: float) -> None:
         other.update(TWO, seconds=3.0)
         one.update(TWO, seconds=100.0, phase=Phase.OTHER)
     first.counters = torch.stack([first.counters, second.counters])
-    assert alone.compute().item() == pytest.approx(on_one)
-    assert first.compute().item() == pytest.approx(on_two)
+    assert alone.compute().item() == pytest.approx(on_one) and first.compute().item() == pytest.approx(on_two)
 
 
 def test_storage_folders() -> None:
@@ -369,8 +372,7 @@ def test_storage_folders() -> None:
     computed = [first.compute(), second.compute()]
     first.update(Traffic(steps=1))  # which changes no earlier result
     table = StorageCounters.table(torch.cat(computed), Phase.STEP)
-    assert table.folder_bytes().tolist() == [600, 1800]
-    assert table.folder_bandwidth().tolist() == [200.0, 600.0]
+    assert table.folder_bytes().tolist() == [600, 1800] and table.folder_bandwidth().tolist() == [200.0, 600.0]
     assert table.column("steps").tolist() == [1, 1]
 
 
@@ -382,8 +384,7 @@ def test_counters_stay_exact(dtype: torch.dtype) -> None:
         for metric in module.values():
             metric.update(traffic)
     module.to(dtype)
-    assert module["bytes"].compute().item() == 2**53 + 1
-    assert module["wait"].compute().item() == 1.000000001
+    assert module["bytes"].compute().item() == 2**53 + 1 and module["wait"].compute().item() == 1.000000001
 
 
 def test_nothing_updated() -> None:
@@ -408,3 +409,94 @@ def test_unknown_choice(build: object, named: str) -> None:
     with pytest.raises(ConfigError, match=r"Use one of: ") as caught:
         build()  # type: ignore[operator]
     assert named in str(caught.value)
+
+
+# ---- the monitor with the real strategy, in processes of their own
+
+
+PAGE = 4096
+NUM_STEPS = 6
+
+
+class Witness(pl.Callback):
+    """A callback that records this rank's counters."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        self.seen["traffic"] = dataclasses.asdict(strategy.traffic())
+        self.seen["state_numel"] = strategy.state_numel
+
+
+def train(out: Path, devices: str = "1", resume: str | None = None) -> dict[str, Any]:
+    """Train with the monitor and save a checkpoint; return what this rank saw."""
+    monitor, witness = StorageTrafficMonitor(), Witness()
+    trainer = quiet_trainer(
+        out,
+        SmartInfinityStrategy(out / "storage", overlap="none"),  # a measurement has all bytes of its steps
+        devices=int(devices),
+        max_steps=12 if resume else 6,
+        accumulate_grad_batches=2,
+        log_every_n_steps=2,
+        val_check_interval=4,
+        limit_val_batches=1,
+        callbacks=[witness, monitor],
+        logger=CSVLogger(out, name="logs", version=0),
+    )
+    recipe = Recipe(precision="bf16-mixed", accumulate=2)
+    trainer.fit(LitTiny(recipe), recipe.loader(), recipe.loader(), ckpt_path=resume)
+    trainer.save_checkpoint(out / "saved.ckpt")
+    return {**witness.seen, "summary": monitor.summary}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Train in one process and return its folder and values."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, on_ranks(train, folder, ranks=1)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_values_are_those_of_the_strategy_on_all_ranks(devices: int, alone: Any, tmp_path: Path) -> None:
+    """After six steps every rank has the same values, which follow from the state's layout on storage."""
+    folder, ranks = alone if devices == 1 else (tmp_path, on_ranks(train, tmp_path, "2"))
+    summary = ranks[0]["summary"]
+    assert all(rank["summary"] == summary for rank in ranks)
+    moved = sum(extent_bytes(rank["state_numel"]) for rank in ranks)
+    numel = sum(rank["state_numel"] for rank in ranks)
+    assert summary["io/shared_read_GB"] == pytest.approx(moved / 1e9)
+    assert summary["io/shared_write_GB"] == pytest.approx(moved / 1e9) and summary["io/internal_write_GB"] == 0
+    assert summary["io/bytes_per_parameter"] == pytest.approx(2 * moved / numel)
+    written = sum(rank["traffic"]["shared_write_bytes"] for rank in ranks)
+    assert summary["io/written_TB"] == pytest.approx(written / 1e12)
+    assert summary["io/projected_TB"] == pytest.approx(written / 1e12) and summary["io/GBps"] > 0
+    assert 0 < summary["io/wait_share"] < 1
+    assert_logged(folder, summary)
+
+
+def test_resume_in_a_new_process(alone: Any, tmp_path: Path) -> None:
+    """Totals continue from the checkpoint, and values of a step do not change."""
+    folder, (first,) = alone
+    (second,) = on_ranks(train, tmp_path, "1", folder / "saved.ckpt", ranks=1)
+    own = second["traffic"]["shared_write_bytes"] / 1e12
+    assert second["summary"]["io/written_TB"] == pytest.approx(first["summary"]["io/written_TB"] + own)
+    assert second["summary"]["io/shared_write_GB"] == pytest.approx(first["summary"]["io/shared_write_GB"])
+
+
+def extent_bytes(numel: int) -> int:
+    """Return the bytes of one tasklet of fp32 Adam.
+
+    Each of three arrays is padded to a page, and another page ends in the trailer.
+    """
+    return 3 * (-(-4 * numel // PAGE) * PAGE) + PAGE
+
+
+def assert_logged(folder: Path, summary: dict[str, Any]) -> None:
+    with (folder / "logs" / "version_0" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["io/written_TB"]]
+    assert [int(row["step"]) for row in rows] == [1, 3, 5, NUM_STEPS]
+    for row in rows[:-1]:
+        assert float(row["io/bytes_per_parameter"]) == pytest.approx(summary["io/bytes_per_parameter"])
+    assert float(rows[-1]["io/written_TB"]) == pytest.approx(summary["io/written_TB"])

@@ -1,7 +1,7 @@
 """Describes what a training writes, by names and types: ``python -m tests.formats.schemas`` stores it anew.
 
 ``schemas.json`` holds the description of each record by its format version. A content that changes without its version
-fails :mod:`tests.formats.test_schemas`. It also holds the format versions that each version of the package writes:
+fails :mod:`tests.formats.test_versions`. It also holds the format versions that each version of the package writes:
 errors about newer files name the version of the package that reads them.
 """
 

@@ -1,7 +1,9 @@
-"""What earlier versions have written is read: storage of a killed fit, checkpoints, universal folders and exports."""
+"""What earlier versions have written is read, and the content of a record changes only together with its version."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +12,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightning_smartinfinity import CheckpointError, __version__
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.resume.typed_json import decode, encode
 from lightning_smartinfinity.storage.folders.manifest import read_manifest
 from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder
 from lightning_smartinfinity.storage.jobs.jobs import find_jobs
 from lightning_smartinfinity.storage.records.training_record import packed, read_training_records, record_name
+from lightning_smartinfinity.zero3.checkpoints.formats.format_version import EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import saved_step
 from tests.formats.earlier import ARCHIVES, SOURCES, STEPS, extracted, run
+from tests.formats.schemas import ARCHIVED, KIND, NUMBERS, PACKAGES, schemas_of, stored, written
 from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
+from tests.helpers.trainers import quiet_trainer
+from tests.training.small import Small
 
 WRITTEN = [(archive, kind) for archive, kinds in ARCHIVES.items() for kind in kinds]
 USUAL = [case for case in WRITTEN if case != ("2026-11-25-evening", "compressed")]
@@ -106,3 +114,67 @@ def test_it_is_exported(archive: str, kind: str, folder: Path) -> None:
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(found[name], values), name
+
+
+# ---- the content of a record changes only together with its format version
+
+
+RULE = (
+    "The content of a record has changed. If its format version has been released or archived in tests/formats, raise "
+    "that version and __version__, and keep reading the one before. Then run: python -m tests.formats.schemas"
+)
+
+
+@pytest.mark.parametrize("archive", ["now", ARCHIVED])
+def test_contents_are_those_of_their_versions(archive: str, tmp_path: Path) -> None:
+    """Names and types in manifests, training records, checkpoints and universal folders are as stored here."""
+    if archive == "now":
+        found = schemas_of(written(tmp_path))
+        assert {kind: [*schemas] for kind, schemas in found.items()} == {kind: [str(NUMBERS[kind])] for kind in found}
+    else:
+        found = schemas_of(extracted(archive, tmp_path) / KIND)
+    expected = stored()
+    for kind, schemas in found.items():
+        for version, schema in schemas.items():
+            assert schema == expected[kind][version], f"{kind}, version {version}: {RULE}"
+
+
+def test_a_version_of_the_package_writes_one_version_of_each_format() -> None:
+    """An error about a newer file names a version of the package; that version must read the file."""
+    assert stored()[PACKAGES].get(__version__) == NUMBERS, (
+        "A format version has changed. Give lightning_smartinfinity/__init__.py a new __version__, run make setup, "
+        "and then: python -m tests.formats.schemas"
+    )
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "resume": lambda path: quiet_trainer(path.parent, precision="32-true").fit(Small(), ckpt_path=path),
+    "validate": lambda path: quiet_trainer(path.parent, precision="32-true").validate(Small(), ckpt_path=path),
+    "newest": lambda path: saved_step(path, "global_step", needed=()),
+    "scrub": lambda path: main(["scrub", str(path), "--quiet"]),
+    "export": lambda path: main(["export", str(path), str(path.parent / "out"), "--to", "lightning"]),
+    "universal": lambda path: main(["universal", str(path), "--into", str(path.parent / "out"), "--quiet"]),
+}
+
+
+@pytest.mark.parametrize(("name", "file"), [("checkpoint", "*optim_states.pt"), ("universal", "optimizer_state.pt")])
+def test_a_checkpoint_of_a_newer_version_is_refused(
+    name: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each reader names the file, its format version and the version of the package that reads it."""
+    path = extracted(ARCHIVED, tmp_path) / "plain" / name
+    (found,) = path.rglob(file)
+    saved = torch.load(found, weights_only=True)
+    (saved if EXTRA_KEY in saved else saved["optimizer_state_dict"])[EXTRA_KEY].update(version=99, package="9.9.9")
+    torch.save(saved, found)
+    for reader, read in READERS.items():
+        if (name, reader) == ("universal", "universal"):  # it is no checkpoint to convert
+            continue
+        try:
+            assert read(path) == (2 if reader == "scrub" else 1), reader
+            words = capsys.readouterr().err
+        except CheckpointError as error:
+            words = f"smart-infinity: {error}"
+        expected = rf"smart-infinity: {found} was .*, 9\.9\.9, in format version 99\. .* 1 to 2\. Use version 9\.9\.9\."
+        assert re.search(expected, words), (reader, words)
+    assert not (path.parent / "out").exists()
