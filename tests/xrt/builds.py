@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hls.description import EMULATED
+from hls.description import EMULATED, SMARTSSD, ComputeUnit, Design, Kernel
 from hls.xclbin import xclbin
 from tests.helpers.xrt import LIBRARIES
 from tests.native.builds import ROOT, run
-from tests.xrt.probe import PROBE_DESIGN
 
 __all__ = ["EmulatorBuild", "build", "locked"]
 
+_PROBE = Kernel("probe", number=9, arrays=("data",), words=("scale",))
+_PROBE_DESIGN = Design(SMARTSSD.platform, (ComputeUnit(_PROBE, "probe_1"), ComputeUnit(_PROBE, "probe_2")))
 _DRIVER = "libsmart_infinity_card.so.2"
 
 
@@ -80,7 +81,7 @@ def _configure(folder: Path, sanitize: str) -> None:
 def _write_files(made: EmulatorBuild) -> None:
     _write(made.ini, b"[Runtime]\nhw_em_driver=smart_infinity_card\n")
     _write(made.xclbin, xclbin(EMULATED))
-    _write(made.probe_xclbin, xclbin(PROBE_DESIGN))
+    _write(made.probe_xclbin, xclbin(_PROBE_DESIGN))
     libraries = made.root / "lib"
     libraries.mkdir(parents=True, exist_ok=True)
     for library in (made.driver, *LIBRARIES.glob("libxrt_*.so.2")):

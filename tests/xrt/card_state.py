@@ -16,11 +16,29 @@ from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_ca
 from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding
 from lightning_smartinfinity.native import Batch, Card, CardOptions, Failure, Operation, Pipeline, StateFile
 from tests.helpers.card_runs import setup_of
-from tests.helpers.golden import ARRAYS
+from tests.helpers.golden import ARRAYS as ARRAYS_OF
+from tests.helpers.golden import STEPS, random_arrays
+from tests.helpers.waiting import await_that
 from tests.native.stored import Array, Run, StoredState, align, takes_direct
 from tests.xrt.cards import EmulatedCards
 
-__all__ = ["CardCase", "CardState", "bound", "card_state"]
+__all__ = [
+    "ARRAYS",
+    "GRADIENT",
+    "NUMEL",
+    "STEP",
+    "TASKLET",
+    "CardCase",
+    "CardState",
+    "bound",
+    "card_state",
+    "fail",
+    "make_good",
+    "runs_of",
+    "small_state",
+    "succeed",
+    "wait_until_returned",
+]
 
 _KERNELS = {getattr(native, rule.step): rule.kernel for rule in RULES}
 
@@ -138,7 +156,7 @@ def card_state(
         numel: Number of elements.
         case: Settings of the card.
     """
-    num_arrays = len(ARRAYS[type(step)])
+    num_arrays = len(ARRAYS_OF[type(step)])
     sides = []
     for name in (f"card-{case.card}", f"host-{case.card}"):
         (folder / name).mkdir(parents=True)
@@ -167,3 +185,58 @@ def card_state(
     with stored, host:
         yield CardState(stored, host, pipeline)
         pipeline.close()
+
+
+# ---- a small partition whose card fails: the host does the rest, and then the card works again
+
+
+STEP = STEPS["adamw"]
+NUMEL, TASKLET = 4 * 1_000 + 5, 1_000
+GRADIENT, *ARRAYS = random_arrays(STEP, NUMEL, 11, special=False)
+
+
+@contextmanager
+def small_state(folder: Path, cards: EmulatedCards, **settings: Any) -> Iterator[CardState]:
+    """Yield a small partition with some state, in five tasklets unless the settings of its card say otherwise."""
+    case = CardCase(**{"tasklet_numel": TASKLET, **settings})
+    with card_state(folder, cards, STEP, NUMEL, case) as state:
+        state.write(*ARRAYS)
+        yield state
+
+
+def runs_of(parameter: Array) -> list[Run]:
+    """Return one run over the whole partition, into these parameters."""
+    return [Run(0, NUMEL, 0, GRADIENT, parameter=parameter)]
+
+
+def fail(state: CardState, kind: str = "device") -> tuple[Failure, Array]:
+    """Run a batch that must fail in this way; return the failure and the parameters so far."""
+    parameter = np.zeros(NUMEL, np.float32)
+    failure = state.update(runs_of(parameter), [STEP])
+    assert failure is not None and failure.kind == kind
+    return failure, parameter
+
+
+def make_good(state: CardState, parameter: Array) -> None:
+    """Let the host do the rest, and assert that everything is as if the card had done it."""
+    state.redo(runs_of(parameter), [STEP])
+    _assert_like_host(state, parameter)
+
+
+def succeed(state: CardState) -> None:
+    """Run a batch that must not fail."""
+    parameter = np.zeros(NUMEL, np.float32)
+    assert state.update(runs_of(parameter), [STEP]) is None
+    _assert_like_host(state, parameter)
+
+
+def wait_until_returned(state: CardState) -> None:
+    """Wait until everything that was given up has returned."""
+    await_that(lambda: not state.pipeline.busy)
+
+
+def _assert_like_host(state: CardState, parameter: Array) -> None:
+    expected = np.zeros(NUMEL, np.float32)
+    assert state.host.work(Operation.UPDATE, runs_of(expected), [STEP]) is None
+    np.testing.assert_array_equal(parameter, expected)
+    state.assert_same()

@@ -1,39 +1,46 @@
-"""Faults of a card are noticed and reported, and the host redoes the work from the place that is untouched."""
+"""Faults of a card are noticed and reported, and the host redoes the work from the place that is untouched.
+
+Mistakes of a driver, such as missing syncs and bad pointers, are noticed on the emulated card, too.
+"""
 
 from __future__ import annotations
 
 import errno
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hls.description import ERROR_BITS, INTERFACE_VERSION, KERNELS, STATUS_WORDS
+from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
+from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding
 from lightning_smartinfinity.native import CardError, DType
+from tests.helpers.card_runs import setup_of
 from tests.helpers.compressed import compress
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import lenient
 from tests.native.stored import Run
-from tests.xrt.card_state import CardCase, bound, card_state
-from tests.xrt.cards import EmulatedCards
-from tests.xrt.recovery import (
-    ARRAYS,
+from tests.xrt.card_state import (
     GRADIENT,
     NUMEL,
     STEP,
-    TASKLET,
+    bound,
     fail,
     make_good,
     runs_of,
+    small_state,
     succeed,
     wait_until_returned,
 )
+from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)
 
 ADAMW = KERNELS[0]
-STATUS, PARAMETER = 8, 7  # pointers of adamw_update, in the order of its arguments
+GRADIENT_POINTER, PARAMETER, STATUS = 0, 7, 8  # pointers of adamw_update, in the order of its arguments
+STATUS_BYTES = 64
 
 # Kind of fault, where it is, and what is told.
 KINDS = {
@@ -57,15 +64,13 @@ def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, ki
     Nothing hangs on a lost card, not even closing.
     """
     fault, where, message = KINDS[kind]
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
-        state.write(*ARRAYS)
+    with small_state(tmp_path, emulated_cards) as state:
         for number in range(5):
             emulated_cards.inject(fault, skipped=number, **where)
             failure, parameter = fail(state)
             told = f"the card did not update tasklet {failure.tasklet} of {state.stored.paths[0]}: "
-            assert failure.tasklet in range(5)
             assert re.fullmatch(re.escape(told) + f".*({message}).*", failure.message)
-            assert not state.pipeline.busy
+            assert failure.tasklet in range(5) and not state.pipeline.busy
             make_good(state, parameter)
             if kind == "lost":
                 return
@@ -110,8 +115,7 @@ def test_the_table_has_every_word() -> None:
 def test_words_of_the_status(tmp_path: Path, emulated_cards: EmulatedCards, word: str, bit: int, told: str) -> None:
     """Each word of the status is checked and explained. The next read checks checksums of arrays that were written."""
     payload = compress(GRADIENT, 0.1, DType.FLOAT32).tobytes()
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL) as state:
-        state.write(*ARRAYS)
+    with small_state(tmp_path, emulated_cards, tasklet_numel=0) as state:
         state.stored.payloads = {0: np.frombuffer(payload, np.uint8).copy()}
         emulated_cards.inject("corrupt", pointer=STATUS, bit=32 * STATUS_WORDS.index(word) + bit)
         runs = [Run(0, NUMEL, 0, parameter=np.zeros(NUMEL, np.float32))]
@@ -120,15 +124,13 @@ def test_words_of_the_status(tmp_path: Path, emulated_cards: EmulatedCards, word
             assert failure is None
             failure = state.update(runs, [STEP])
             told = f"array {word[5]} arrived with another checksum than it was written with"
-        assert failure is not None and failure.kind == "device"
-        assert re.search(told, failure.message), failure.message
+        assert failure is not None and failure.kind == "device" and re.search(told, failure.message), failure
 
 
 def test_stopping_with_an_abandoned_run(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Stopping does not wait for a hung run. With one run at a time no other is given up on a busy machine."""
-    case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=round(1000 * lenient()))
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
-        state.write(*ARRAYS)
+    one_at_a_time = {"num_buffers": 1, "compute_threads": 1, "timeout_ms": round(1000 * lenient())}
+    with small_state(tmp_path, emulated_cards, **one_at_a_time) as state:
         emulated_cards.inject("hang")
         parameter = np.zeros(NUMEL, np.float32)  # the card may write it until the end
         state.submit(runs_of(parameter), [STEP])
@@ -141,8 +143,7 @@ def test_stopping_with_an_abandoned_run(tmp_path: Path, emulated_cards: Emulated
 
 def test_another_generation(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """The trailer is checked before anything runs, as on the host."""
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL) as state:
-        state.write(*ARRAYS)
+    with small_state(tmp_path, emulated_cards) as state:
         state.stored.generation += 1
         failure, _ = fail(state, "generation")
         assert "generation is 1, expected 2" in failure.message
@@ -151,9 +152,7 @@ def test_another_generation(tmp_path: Path, emulated_cards: EmulatedCards) -> No
 
 def test_a_gradient_file_that_cannot_be_written(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """The failure has the file and the reason, and the host goes on."""
-    case = CardCase(tasklet_numel=TASKLET, gradient_path=Path("/dev/full"))
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
-        state.write(*ARRAYS)
+    with small_state(tmp_path, emulated_cards, gradient_path=Path("/dev/full")) as state:
         failure, parameter = fail(state)
         assert failure.errno == errno.ENOSPC
         assert "writing the gradient in /dev/full failed: No space left on device" in failure.message
@@ -169,9 +168,7 @@ def test_a_binding_that_raises(
     binding = bound(emulated_cards)
     # Only the case with a hung run needs a short deadline; other calls may be slow on a machine under load.
     timeout_ms = round(1000 * lenient()) if method == "state" else 60_000
-    case = CardCase(tasklet_numel=TASKLET, binding=binding, timeout_ms=timeout_ms)
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
-        state.write(*ARRAYS)
+    with small_state(tmp_path, emulated_cards, binding=binding, timeout_ms=timeout_ms) as state:
         with monkeypatch.context() as patched:
             if method == "state":
                 patched.setattr(binding, "wait", lambda *_: 3)  # still running
@@ -190,6 +187,57 @@ def test_arrays_in_different_banks(
     """A kernel with arrays in different banks is refused, because XRT would silently copy them."""
     binding = bound(emulated_cards)
     monkeypatch.setattr(binding, "group", lambda kernel, argument: argument)
-    opening = card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(binding=binding))
-    with pytest.raises(CardError, match="arrays of kernel adamw_update are in different memory banks"), opening:
+    told = "arrays of kernel adamw_update are in different memory banks"
+    with pytest.raises(CardError, match=told), small_state(tmp_path, emulated_cards, binding=binding):
         pass
+
+
+class CarelessBinding(PyxrtBinding):
+    """A binding that leaves out a sync, or passes another buffer.
+
+    Attributes:
+        unsynced: Direction of the sync that is left out, and whether it is that of the status.
+        short: Which pointer gets a buffer of how many bytes.
+        shifted: Which pointer gets the part of its buffer behind the first bytes.
+    """
+
+    unsynced: tuple[bool, bool] | None = None
+    short: tuple[int, int] | None = None
+    shifted: int | None = None
+
+    def sync(self, buffer: Any, to_card: bool, nbytes: int, offset: int) -> None:
+        if (to_card, nbytes == STATUS_BYTES) != self.unsynced:
+            super().sync(buffer, to_card, nbytes, offset)
+
+    def set_buffer(self, run: Any, index: int, buffer: Any) -> None:
+        if self.short is not None and self.short[0] == index:
+            buffer = self._kept = self.allocate(self.short[1], False, 0)
+        if self.shifted == index:
+            buffer = self._kept = self.part(buffer, 4 * NUMEL, 32)
+        super().set_buffer(run, index, buffer)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told", "reason"),
+    [
+        ({"unsynced": (True, False)}, "the gradient arrived with another checksum", ""),
+        ({"unsynced": (False, False)}, "the parameters arrived with another checksum", ""),
+        ({"unsynced": (False, True)}, "there is no status of a kernel", ""),
+        ({"short": (GRADIENT_POINTER, 4096)}, "ended with ERROR", "pointer 0 .*past its buffer"),
+        # It ends within a page.
+        ({"short": (PARAMETER, 4 * NUMEL - 64)}, "ended with ERROR", "pointer 7 .*past its buffer"),
+        ({"shifted": GRADIENT_POINTER}, "ended with ERROR", "not 64-byte aligned"),
+    ],
+)
+@pytest.mark.usefixtures("pyxrt")
+def test_mistakes_of_a_driver(
+    tmp_path: Path, emulated_cards: EmulatedCards, mistake: dict[str, Any], told: str, reason: str
+) -> None:
+    """Memory of host and card is apart and poisoned, and a beat outside of a pointer's buffer is an error."""
+    binding = CarelessBinding(emulated_card(0), setup_of(1, emulated_cards.build.xclbin).xclbin, num_cards=1)
+    with small_state(tmp_path, emulated_cards, tasklet_numel=0, binding=binding) as state:
+        vars(binding).update(mistake)
+        failure, parameter = fail(state)
+        assert re.search(told, failure.message)
+        assert re.search(reason, " ".join(emulated_cards.events("run-end")[-1].fields[3:]))
+        make_good(state, parameter)

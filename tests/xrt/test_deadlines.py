@@ -14,9 +14,18 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import LIMIT, lenient
-from tests.xrt.card_state import CardCase, CardState, bound, card_state
+from tests.xrt.card_state import (
+    STEP,
+    CardState,
+    bound,
+    fail,
+    make_good,
+    runs_of,
+    small_state,
+    succeed,
+    wait_until_returned,
+)
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.recovery import ARRAYS, NUMEL, STEP, TASKLET, fail, make_good, runs_of, succeed, wait_until_returned
 
 pytestmark = RunIf(xrt=True)
 
@@ -39,9 +48,10 @@ LATE: dict[str, tuple[dict[str, Any] | str, int, str]] = {
 USUAL = [kind for kind in LATE if "third" not in kind and "trailer" not in kind]
 
 
-def impatient(**settings: Any) -> CardCase:
-    """Return the settings of a card whose requests are given up early."""
-    return CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient()), **settings)
+@pytest.fixture
+def timeout_ms() -> int:
+    """Milliseconds after which a card's requests are given up."""
+    return round(1000 * lenient())
 
 
 def begin(kind: str, state: CardState, cards: EmulatedCards, card: int = 0) -> Callable[[], None]:
@@ -54,15 +64,14 @@ def begin(kind: str, state: CardState, cards: EmulatedCards, card: int = 0) -> C
 
 
 @pytest.mark.parametrize("kind", long_but(USUAL, LATE))
-def test_late(tmp_path: Path, emulated_cards: EmulatedCards, kind: str) -> None:
+def test_late(tmp_path: Path, emulated_cards: EmulatedCards, timeout_ms: int, kind: str) -> None:
     """The host does the rest at once, and the card takes no work before what was given up returns."""
-    case = impatient(through_file="gradient" in kind)
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
-        state.write(*ARRAYS)
+    by_file = "gradient" in kind
+    with small_state(tmp_path, emulated_cards, timeout_ms=timeout_ms, through_file=by_file) as state:
         release = begin(kind, state, emulated_cards)
         failure, parameter = fail(state)
         told = LATE[kind][2].replace("{path}", re.escape(str(state.stored.paths[0])))
-        assert re.fullmatch(f"{told}.* did not return within {case.timeout_ms} ms", failure.message)
+        assert re.fullmatch(f"{told}.* did not return within {timeout_ms} ms", failure.message)
         assert state.pipeline.busy and state.pipeline.writes_out() == []
         with pytest.raises(ValueError, match="what was abandoned, as it did not return in time, has not returned"):
             state.submit(runs_of(parameter), [STEP])
@@ -74,15 +83,13 @@ def test_late(tmp_path: Path, emulated_cards: EmulatedCards, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "count"), [(0, 1), (1, 1), (0, 100)])
-def test_late_writes(tmp_path: Path, emulated_cards: EmulatedCards, number: int, count: int) -> None:
+def test_late_writes(tmp_path: Path, emulated_cards: EmulatedCards, timeout_ms: int, number: int, count: int) -> None:
     """The pipeline tells where late writes may still write, and their tasklets are not done."""
-    case = impatient()
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
-        state.write(*ARRAYS)
+    with small_state(tmp_path, emulated_cards, timeout_ms=timeout_ms) as state:
         hold = Hold(state.pipeline, write_at=number, count=count)
         failure, parameter = fail(state)
         told = re.fullmatch(
-            rf"writing (\d+) bytes at offset (\d+) of .* \(tasklet (\d)\) did not return within {case.timeout_ms} ms",
+            rf"writing (\d+) bytes at offset (\d+) of .* \(tasklet (\d)\) did not return within {timeout_ms} ms",
             failure.message,
         )
         assert told is not None and state.pipeline.busy
@@ -100,7 +107,9 @@ def test_late_writes(tmp_path: Path, emulated_cards: EmulatedCards, number: int,
 
 
 @pytest.mark.usefixtures("pyxrt")
-def test_late_start(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_start(
+    tmp_path: Path, emulated_cards: EmulatedCards, timeout_ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that may still begin keeps its memory until it has ended."""
     binding, started = bound(emulated_cards), threading.Event()
     start = binding.start
@@ -109,12 +118,10 @@ def test_late_start(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: 
         started.wait(LIMIT)
         start(run)
 
-    case = impatient(binding=binding, compute_threads=1)
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
-        state.write(*ARRAYS)
+    with small_state(tmp_path, emulated_cards, timeout_ms=timeout_ms, binding=binding, compute_threads=1) as state:
         monkeypatch.setattr(binding, "start", late)
         failure, parameter = fail(state)
-        told = f"the start of a run of kernel adamw_update did not return within {case.timeout_ms} ms"
+        told = f"the start of a run of kernel adamw_update did not return within {timeout_ms} ms"
         assert told in failure.message and state.pipeline.busy
         make_good(state, parameter)
         emulated_cards.inject("hang")
@@ -128,23 +135,22 @@ def test_late_start(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: 
 
 
 @pytest.mark.parametrize(("kind", "lost"), [("run", 2), ("read of a trailer", 3), ("first sync", 4)])
-def test_closing_with_something_out(tmp_path: Path, emulated_cards: EmulatedCards, kind: str, lost: int) -> None:
+def test_closing_with_something_out(
+    tmp_path: Path, emulated_cards: EmulatedCards, timeout_ms: int, kind: str, lost: int
+) -> None:
     """Closing does not hang; memory that a late request may use is given up for lost, and late data harm nothing.
 
     The memory of the card stays taken.
     """
     emulated_cards.reset(count=5)
     before = emulated_cards.counter("num_buffers", lost)
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, impatient(card=lost)) as state:
+    with small_state(tmp_path, emulated_cards, timeout_ms=timeout_ms, card=lost) as state:
         during = emulated_cards.counter("num_buffers", lost)
-        state.write(*ARRAYS)
         release = begin(kind, state, emulated_cards, lost)
         fail(state)
     assert before < during <= emulated_cards.counter("num_buffers", lost)
     release()
     if kind == "run":
         emulated_cards.wait_for("run-end")
-    case = CardCase(tasklet_numel=TASKLET, card=lost if kind == "run" else 0)
-    with card_state(tmp_path / "again", emulated_cards, STEP, NUMEL, case) as state:
-        state.write(*ARRAYS)
+    with small_state(tmp_path / "again", emulated_cards, card=lost if kind == "run" else 0) as state:
         succeed(state)
