@@ -42,6 +42,18 @@ def passed(function: Any) -> list[str]:
     return list(inspect.signature(undecorated(function)).parameters)
 
 
+def lacking(member: Any, *texts: str) -> list[str]:
+    """Return those texts that are not in the source of a function, class or module."""
+    source = inspect.getsource(undecorated(member))
+    return [text for text in texts if text not in source]
+
+
+def assert_in_order(member: Any, *texts: str) -> None:
+    """Assert that a source has these texts, for the first time in this order."""
+    source = inspect.getsource(undecorated(member))
+    assert [*texts] == sorted(texts, key=source.index)
+
+
 OVERRIDING: list[tuple[Any, Any, list[str]]] = [
     (
         StorageOptimizer,
@@ -211,16 +223,13 @@ def test_shared_memory_op_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.seam("SmartInfinityEngine and check_parameters: the empty groups are put back")
 def test_engine_removes_empty_groups_from_the_users_list() -> None:
     """DeepSpeedEngine._configure_optimizer drops empty groups from the list; sub_group_to_group_id numbers the rest."""
-    engine = inspect.getsource(undecorated(DeepSpeedEngine._configure_optimizer))
     removal = 'basic_optimizer.param_groups[:] = [pg for pg in basic_optimizer.param_groups if len(pg["params"]) != 0]'
-    assert engine.index(removal) < engine.index("self._configure_zero_optimizer("), "groups would be put back twice"
-    numbering = inspect.getsource(DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups)
-    assert "in enumerate(self.optimizer.param_groups)" in numbering
-    assert '"_ds_source_param_group_id"' in numbering, "settings would go to other groups"
-    sub_groups = inspect.getsource(
-        undecorated(DeepSpeedZeroOptimizer_Stage3._create_fp16_partitions_with_defragmentation)
-    )
-    assert '"_ds_source_param_group_id"' in sub_groups.split("self.sub_group_to_group_id[sub_group_idx] =")[1]
+    assert_in_order(DeepSpeedEngine._configure_optimizer, removal, "self._configure_zero_optimizer(")
+    group_id = '"_ds_source_param_group_id"'  # or settings would go to other groups
+    numbering = DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups
+    assert lacking(numbering, "in enumerate(self.optimizer.param_groups)", group_id) == []
+    sub_groups = undecorated(DeepSpeedZeroOptimizer_Stage3._create_fp16_partitions_with_defragmentation)
+    assert group_id in inspect.getsource(sub_groups).split("self.sub_group_to_group_id[sub_group_idx] =")[1]
 
 
 @pytest.mark.seam("having_a_parameter: evaluating modules without parameters")

@@ -29,7 +29,7 @@ from tests.helpers.models import Recipe
 from tests.helpers.plain import Everything
 from tests.helpers.trainers import quiet_trainer
 from tests.zero3.observed import Calls, observing
-from tests.zero3.test_contract import undecorated
+from tests.zero3.test_contract import passed, undecorated
 
 STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
 OURS = "StorageOptimizer"
@@ -109,18 +109,16 @@ def test_classes_are_looked_up_when_they_are_needed(seen: Observed) -> None:
     """
     built = seen.callers(f"{OURS}.__init__")
     assert built == {"DeepSpeedEngine._configure_zero_optimizer"}, "the stock optimizer would keep state in memory"
-    assert seen.has("_build", "SmartInfinityEngine.__init__"), "stock engines would train instead of ours"
-    assert seen.has("_build", "EvaluationEngine.__init__"), "stock engines would evaluate instead of ours"
+    for engine in ("SmartInfinityEngine", "EvaluationEngine"):
+        assert seen.has("_build", f"{engine}.__init__"), "stock engines would train or evaluate instead of ours"
 
 
 @pytest.mark.seam("an autocast around an engine's forward reaches into it")
 def test_forward_ends_an_autocast_by_a_global() -> None:
     """DeepSpeedEngine.forward looks autocast_if_enabled up as a global of deepspeed.runtime.engine."""
     forward = undecorated(deepspeed.DeepSpeedEngine.forward)
-    assert "autocast_if_enabled" in forward.__code__.co_names
-    assert (
-        "autocast_if_enabled" in forward.__globals__ and forward.__globals__["__name__"] == "deepspeed.runtime.engine"
-    )
+    assert "autocast_if_enabled" in {*forward.__code__.co_names} & {*forward.__globals__}
+    assert forward.__globals__["__name__"] == "deepspeed.runtime.engine"
 
 
 @pytest.mark.seam("the same check in linear time")
@@ -161,15 +159,12 @@ def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
     assert optimizer.fp32_partitioned_groups_flat, "zero3/optimizer/storage_optimizer.py"
     for bucket in optimizer.ipg_buckets.values():
         assert bucket.params == [] and bucket.elements == 0, "zero_grad of gradient_path.py empties buckets"
-    assert optimizer.reduce_bucket_size > 0 and optimizer.dtype is torch.bfloat16, (
-        "zero3/optimizer/storage_optimizer.py"
-    )
+    assert optimizer.reduce_bucket_size > 0, "zero3/optimizer/storage_optimizer.py"
     assert optimizer.partition_count and optimizer.loss_scaler is not None, "formats/optimizer_state.py"
-    assert optimizer.dynamic_loss_scale is False and optimizer.overflow is False, "formats/optimizer_state.py"
-    assert optimizer.clip_grad == 1.0, (
-        "integrations/precision.py sets it, zero3/optimizer/storage_optimizer.py reads it"
-    )
-    assert optimizer.dp_process_group is not None and optimizer._grad_acc_hooks is not None, "gradient_path.py"
+    # integrations/precision.py sets clip_grad; zero3/optimizer/storage_optimizer.py and formats/ read all of them
+    held = {"dtype": torch.bfloat16, "dynamic_loss_scale": False, "overflow": False, "clip_grad": 1.0}
+    assert {name: getattr(optimizer, name) for name in held} == held
+    assert None not in (optimizer.dp_process_group, optimizer._grad_acc_hooks), "gradient_path.py"
     assert optimizer.reduce_and_partition_stream is not None or not torch.cuda.is_available(), "gradient_path.py"
     assert isinstance(optimizer.parameter_offload, parameter_offload.DeepSpeedZeRoOffload), "gradient_path.py"
     assert seen.engine._config is not None, "zero3/engine/training.py passes it to the checkpoint engine"
@@ -207,22 +202,24 @@ def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
 def test_gradients_pass_through_the_overridden_methods(seen: Observed) -> None:
     """Hooks call reduce_ready_partitions_and_remove_grads, it reduce_independent_p_g_buckets_and_remove_grads."""
     hook = f"{STAGE3}.create_reduce_and_remove_grad_hooks.<locals>.wrapper.<locals>.reduce_partition_and_remove_grads"
-    assert seen.callers(f"{OURS}.reduce_ready_partitions_and_remove_grads") == {hook}, "the arena would be empty"
     into_buckets = f"{OURS}.reduce_independent_p_g_buckets_and_remove_grads"
-    assert seen.callers(into_buckets) == {f"{STAGE3}.reduce_ready_partitions_and_remove_grads"}
-    assert seen.callers("GradientPath.take") == {into_buckets}
-    assert not seen.callers(f"{STAGE3}.__add_grad_to_ipg_bucket")
+    expected = {
+        f"{OURS}.reduce_ready_partitions_and_remove_grads": {hook},  # or the arena would be empty
+        into_buckets: {f"{STAGE3}.reduce_ready_partitions_and_remove_grads"},
+        "GradientPath.take": {into_buckets},
+        f"{STAGE3}.__add_grad_to_ipg_bucket": set(),
+    }
+    assert {name: seen.callers(name) for name in expected} == expected
 
 
 @pytest.mark.seam("gathering_on_use: code that touches a partitioned parameter finds it gathered")
 def test_parameters_gather_and_partition_through_their_init(seen: Observed) -> None:
     """The methods that zero.Init installs on parameters call its _all_gather, _partition and _post_init_method."""
     installed = "Init._convert_to_deepspeed_param.<locals>"
-    assert seen.has(f"{installed}.all_gather", "Init._all_gather"), "a read of a new model would not be noticed"
-    assert seen.has(f"{installed}.partition", "Init._partition"), "nor that it was partitioned again"
-    for name in ("_all_gather", "_partition"):
-        assert list(inspect.signature(undecorated(getattr(Init, name))).parameters)[1] == "param_list"
-    assert list(inspect.signature(Init._post_init_method).parameters) == ["self", "module"]
+    for name in ("all_gather", "partition"):
+        assert seen.has(f"{installed}.{name}", f"Init._{name}"), "reads of a new model would go unnoticed"
+        assert passed(getattr(Init, f"_{name}"))[1] == "param_list"
+    assert passed(Init._post_init_method) == ["self", "module"]
 
 
 @pytest.mark.seam("parameters stay gathered while a graph is retained")
@@ -304,20 +301,20 @@ def test_hooks_after_a_forward_look_into_the_output(seen: Observed) -> None:
 @pytest.mark.seam("`release_module` takes a module back from finished, failed and interrupted engines")
 def test_hooks_of_deepspeed_can_be_told_by_their_module(seen: Observed) -> None:
     """Every hook of an engine is a function of a module named deepspeed.*, and no other hook of a module is."""
-    owned = {
-        name: [hook.__module__ for child in seen.module.modules() for hook in getattr(child, name).values()]
-        for name in HOOKS
-    }
-    theirs = {name: [m for m in modules if m.startswith("deepspeed.")] for name, modules in owned.items()}
-    assert theirs["_forward_pre_hooks"] and theirs["_forward_hooks"], "an engine leaves no hook of its own to be told"
-    others = [m for modules in owned.values() for m in modules if not m.startswith(("deepspeed.", "lightning_smart"))]
+    owned = owners_of_hooks(seen.module)
+    theirs = {name for name, owner in owned if owner.startswith("deepspeed.")}
+    assert theirs >= {"_forward_pre_hooks", "_forward_hooks"}, "an engine leaves no hook of its own to be told"
+    others = [owner for _, owner in owned if not owner.startswith(("deepspeed.", "lightning_smart"))]
     assert len(others) == 1, "beside the one of this test, and ours that wait for a call without an engine"
     release_module(seen.module)
-    left = [
-        hook.__module__ for child in seen.module.modules() for name in HOOKS for hook in getattr(child, name).values()
-    ]
-    left = [module for module in left if not module.startswith("lightning_smart")]
+    left = [owner for _, owner in owners_of_hooks(seen.module) if not owner.startswith("lightning_smart")]
     assert left == [__name__], "a second fit of the module would run hooks of the first one's engine"
+
+
+def owners_of_hooks(module: torch.nn.Module) -> list[tuple[str, str]]:
+    """Return the kind of each hook of a module and its children, and the module of its function."""
+    found = [(name, hook) for child in module.modules() for name in HOOKS for hook in getattr(child, name).values()]
+    return [(name, hook.__module__) for name, hook in found]
 
 
 @pytest.mark.seam("release_module and end_gathers take a module back from finished, failed and interrupted engines")
@@ -379,9 +376,8 @@ def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observe
 @pytest.mark.seam("StateByParameter: safe_get_*, safe_set_*")
 def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
     """deepspeed.utils.tensor_fragment asks _z3_optimizer, so safe_get_* and safe_set_* end in our methods."""
-    assert seen.callers(f"{OURS}.set_full_hp_param"), "safe_set_full_fp32_param would write into no master"
-    assert seen.callers(f"{OURS}._get_fp32_opt_state_partition"), "safe_get_full_fp32_param"
-    assert seen.callers(f"{OURS}.get_fp32_grad_for_param"), "safe_get_full_grad"
+    for method in ("set_full_hp_param", "_get_fp32_opt_state_partition", "get_fp32_grad_for_param"):
+        assert seen.callers(f"{OURS}.{method}"), method  # or safe_set_full_fp32_param would write into no master
 
 
 # ---- checkpoints
@@ -391,23 +387,25 @@ def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
 def test_every_rank_saves_two_files(seen: Observed) -> None:
     """Every rank calls DeepSpeedEngine.checkpoint_engine for model states, then for optimizer states."""
     savers = ["DeepSpeedEngine._save_checkpoint", "DeepSpeedEngine._save_zero_checkpoint"]
-    assert seen.callers("SmartInfinityCheckpointEngine.save") == set(savers), "our save would hang"
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", *savers)
-    assert seen.callers("SmartInfinityEngine._copy_recovery_script") == {"DeepSpeedEngine._save_zero_checkpoint"}, (
-        "the scripts would be copied on rank 0 alone, outside of what is given up"
-    )
-    made = seen.callers("SmartInfinityCheckpointEngine.makedirs")
-    assert made == {"DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine._create_checkpoint_file"}, "by rank 0 alone"
-    assert seen.callers("SmartInfinityEngine._configure_checkpointing") == {"DeepSpeedEngine.__init__"}
+    making = {"DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine._create_checkpoint_file"}
+    expected = {
+        "SmartInfinityCheckpointEngine.save": {*savers},  # or our save would hang
+        # Or the scripts would be copied, and folders made, on rank 0 alone, outside of what is given up.
+        "SmartInfinityEngine._copy_recovery_script": {"DeepSpeedEngine._save_zero_checkpoint"},
+        "SmartInfinityCheckpointEngine.makedirs": making,
+        "SmartInfinityEngine._configure_checkpointing": {"DeepSpeedEngine.__init__"},
+    }
+    assert {name: seen.callers(name) for name in expected} == expected
 
 
 @pytest.mark.seam("optimizer state reaches the checkpoint engine as described, and comes back as it was read")
 def test_the_optimizer_state_reaches_the_checkpoint_engine_as_it_was_described(seen: Observed) -> None:
     """_save_zero_checkpoint saves state_dict; _get_all_zero_checkpoint_state_dicts reads it for load_state_dict."""
-    assert seen.callers(f"{OURS}._rigid_state_dict") == {f"{STAGE3}.state_dict"}
+    for verb in ("state_dict", "load_state_dict"):
+        assert seen.callers(f"{OURS}._rigid_{verb}") == {f"{STAGE3}.{verb}"}
     assert seen.has("DeepSpeedEngine._save_zero_checkpoint", f"{STAGE3}.state_dict")
-    assert "DeepSpeedEngine._get_all_zero_checkpoint_state_dicts" in seen.callers("SmartInfinityCheckpointEngine.load")
-    assert seen.callers(f"{OURS}._rigid_load_state_dict") == {f"{STAGE3}.load_state_dict"}
+    assert seen.has("DeepSpeedEngine._get_all_zero_checkpoint_state_dicts", "SmartInfinityCheckpointEngine.load")
 
 
 @pytest.mark.seam("comparing parameters before anything is loaded")
@@ -423,11 +421,10 @@ def test_names_and_shapes_of_parameters_lie_in_the_model_states(seen: Observed) 
 def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed) -> None:
     """DeepSpeedEngine._common_checkpoint_state has its keys, with which _save_checkpoint merges the user's."""
     names = set(seen.engine._common_checkpoint_state({}, zero_optimizer_state=False, save_frozen_param=True))
-    assert "module" in names
-    assert names <= RESERVED_KEYS, "a user's entry of that name would be lost or replace DeepSpeed's"
+    assert {"module"} <= names <= RESERVED_KEYS, "a user's entry of that name would be lost or replace DeepSpeed's"
     saved = set(torch.load(seen.model_states, weights_only=False, mmap=True))
     assert {"epoch", "loops"} <= saved - names, "what the user saves does not lie beside DeepSpeed's any more"
-    assert saved & RESERVED_KEYS >= names
+    assert saved >= names
 
 
 @pytest.mark.seam("StorageOptimizer and load_resharded gather persistent parameters after a skipped step, a load")
@@ -479,20 +476,26 @@ def test_on_train_start_is_the_last_hook_before_the_first_epoch(seen: Observed) 
 @pytest.mark.seam("set-up of training and evaluation")
 def test_set_up_of_training_and_evaluation_goes_through_the_overridden_hooks(seen: Observed) -> None:
     """_initialize_deepspeed_train calls the hooks that we replace; we call it and _init_deepspeed_distributed."""
-    train = "DeepSpeedStrategy._initialize_deepspeed_train"
-    assert seen.has("SmartInfinityStrategy.init_deepspeed", train)
+    train, init_deepspeed = "DeepSpeedStrategy._initialize_deepspeed_train", "SmartInfinityStrategy.init_deepspeed"
     for hook in ("_init_optimizers", "_setup_model_and_optimizer"):
         assert seen.callers(f"SmartInfinityStrategy.{hook}") == {train}, hook
-    assert seen.has("SmartInfinityStrategy.init_deepspeed", "SmartInfinityStrategy._initialize_deepspeed_inference")
-    assert seen.has("SmartInfinityStrategy.setup_distributed", "DeepSpeedStrategy._init_deepspeed_distributed")
+    for call in (
+        (init_deepspeed, train),
+        (init_deepspeed, "SmartInfinityStrategy._initialize_deepspeed_inference"),
+        ("SmartInfinityStrategy.setup_distributed", "DeepSpeedStrategy._init_deepspeed_distributed"),
+    ):
+        assert seen.has(*call), call
     assert seen.callers("SmartInfinityStrategy._format_config"), "DeepSpeed would clip and accumulate"
 
 
 @pytest.mark.seam("the step itself clips by the norm")
 def test_clipping_comes_after_the_closure_and_before_the_step(seen: Observed) -> None:
     """Precision._after_closure calls _clip_gradients, and the step follows."""
-    step = "SmartInfinityEngine.step"
-    assert seen.in_order("SmartInfinityPrecision.optimizer_step", "Precision._after_closure", step)
-    assert seen.callers("DeepSpeedEngine.step") == {step}
-    assert seen.callers("SmartInfinityPrecision._clip_gradients") == {"Precision._after_closure"}
-    assert seen.callers("SmartInfinityPrecision.clip_gradients") == {"LightningModule.clip_gradients"}
+    precision, step, after = "SmartInfinityPrecision", "SmartInfinityEngine.step", "Precision._after_closure"
+    assert seen.in_order(f"{precision}.optimizer_step", after, step)
+    clipping = {
+        f"{precision}._clip_gradients": {after},
+        f"{precision}.clip_gradients": {"LightningModule.clip_gradients"},
+    }
+    expected = {"DeepSpeedEngine.step": {step}, **clipping}
+    assert {name: seen.callers(name) for name in expected} == expected

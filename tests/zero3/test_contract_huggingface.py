@@ -19,6 +19,7 @@ from accelerate.utils import DeepSpeedPlugin, constants
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
+from torch.utils.data import DataLoader
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations import deepspeed as integration
 from transformers.trainer import TRAINER_STATE_NAME
@@ -31,6 +32,11 @@ from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from lightning_smartinfinity.zero3.optimizer.release import has_engine
 from tests.helpers.runif import RunIf
 from tests.huggingface.trained import arguments
+from tests.zero3.test_contract import assert_in_order, lacking, passed
+
+
+def two_rows() -> DataLoader[int]:
+    return DataLoader([1, 2], batch_size=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.seam("SmartInfinityTraining, initializing_with: our engine", "By ``zero_force_ds_cpu_optimizer: false``.")
@@ -44,16 +50,13 @@ def test_accelerate_asks_deepspeed_for_an_engine_by_name_and_keeps_the_optimizer
         launched(),
         mock.patch("deepspeed.initialize", side_effect=ZeroDivisionError) as initialize,
     ):
-        plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=3)
-        accelerator = Accelerator(deepspeed_plugin=plugin)
-        loader = torch.utils.data.DataLoader([1, 2], batch_size=2)  # type: ignore[arg-type]
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=3))
         with pytest.raises(ZeroDivisionError):
-            accelerator.prepare(model, optimizer, loader)
-    passed = initialize.call_args.kwargs
-    assert passed.keys() == {"model", "config_params", "optimizer"}
-    assert passed["model"] is model and passed["optimizer"] is optimizer
-    assert passed["config_params"]["zero_optimization"] == config["zero_optimization"]
-    assert passed["config_params"]["gradient_accumulation_steps"] == 3
+            accelerator.prepare(model, optimizer, two_rows())
+    given = initialize.call_args.kwargs
+    assert given == {"model": model, "optimizer": optimizer, "config_params": mock.ANY}
+    expected = {"zero_optimization": config["zero_optimization"], "gradient_accumulation_steps": 3}
+    assert given["config_params"] | expected == given["config_params"]
 
 
 @pytest.mark.seam("checking the arguments, and where the storage lies")
@@ -115,8 +118,7 @@ def test_accelerates_optimizers_do_nothing_for_deepspeed_alone() -> None:
     accelerator = mock.MagicMock(distributed_type="DEEPSPEED", deepspeed_engine_wrapped=DeepSpeedEngineWrapper(engine))
     engine.get_global_grad_norm.return_value = 2.0
     assert Accelerator.clip_grad_norm_(accelerator, [], 1.0) == 2.0
-    stepping = inspect.getsource(DeepSpeedEngine._take_model_step)
-    assert stepping.index("self.optimizer.step()") < stepping.index("self._global_grad_norm = ")
+    assert_in_order(DeepSpeedEngine._take_model_step, "self.optimizer.step()", "self._global_grad_norm = ")
 
 
 @pytest.mark.seam("steps_taken_by_optimizers: `accelerator.backward` divides no loss; callbacks find clipped gradients")
@@ -124,41 +126,34 @@ def test_a_trainer_divides_the_loss_and_asks_for_the_norm_before_it_steps() -> N
     """The Trainer divides losses by the number of micro-batches, and its Accelerator by 1. After Trainer.training_step
     come norm, CallbackHandler.on_pre_optimizer_step(args, state, control), step and schedule.
     """
-    loop, step = inspect.getsource(transformers.Trainer._run_epoch), transformers.Trainer.training_step
-    calls = (
+    trainer = transformers.Trainer
+    assert_in_order(
+        trainer._run_epoch,
         "self.training_step(",
         "self._clip_grad_norm(model)",
         "self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)",
         "self.optimizer.step()",
         "self.lr_scheduler.step()",
     )
-    places = [loop.index(call) for call in calls]
-    assert places == sorted(places)
     backward = 'kwargs["scale_wrt_gas"] = False\n\n            self.accelerator.backward(loss, **kwargs)'
-    assert backward in inspect.getsource(step)
-    made = inspect.getsource(transformers.Trainer.create_accelerator_and_postprocess)
-    assert 'grad_acc_kwargs["num_steps"] = 1' in made
+    assert lacking(trainer.training_step, backward) == []
+    assert lacking(trainer.create_accelerator_and_postprocess, 'grad_acc_kwargs["num_steps"] = 1') == []
 
 
 @pytest.mark.seam("SmartInfinityTraining, models_saved_by: models are written by windows (is_deepspeed_enabled)")
 def test_the_trainer_saves_models_by_one_method() -> None:
     """Trainer.save_model asks Trainer.deepspeed for _zero3_consolidated_16bit_state_dict, or calls save_pretrained."""
-    assert list(inspect.signature(transformers.Trainer.save_model).parameters) == [
-        "self",
-        "output_dir",
-        "_internal_call",
-    ]
+    assert passed(transformers.Trainer.save_model) == ["self", "output_dir", "_internal_call"]
     trainer = mock.MagicMock(is_deepspeed_enabled=False, is_fsdp_enabled=False)
     transformers.Trainer.save_model(trainer, "folder")
     trainer._save.assert_called_once_with("folder")
-    accelerator, engine = mock.MagicMock(), mock.MagicMock()
-    accelerator.distributed_type = "DEEPSPEED"
-    accelerator.deepspeed_config = {"zero_optimization": {"stage": 3}}
+    config, engine = {"zero_optimization": {"stage": 3}}, mock.MagicMock()
+    accelerator = mock.MagicMock(distributed_type="DEEPSPEED", deepspeed_config=config)
     state_dict = Accelerator.get_state_dict(accelerator, engine)
     engine.zero_gather_16bit_weights_on_model_save.assert_called_once_with()
     assert state_dict is engine._zero3_consolidated_16bit_state_dict.return_value
-    source = inspect.getsource(transformers.Trainer._save)
-    assert "self.model.save_pretrained(output_dir, state_dict=state_dict" in source
+    saving = "self.model.save_pretrained(output_dir, state_dict=state_dict"
+    assert lacking(transformers.Trainer._save, saving) == []
 
 
 @pytest.mark.seam("SmartInfinityEngine has checks and names of saves")
@@ -172,7 +167,7 @@ def test_checkpoints_are_asked_of_the_engine(tmp_path: Path) -> None:
     inspect.signature(SmartInfinityEngine.load_checkpoint).bind(engine, *call.args, **call.kwargs)
     assert call.args == (str(tmp_path),) and call.kwargs["load_module_strict"] is False
     # It leaves frozen weights out of checkpoints of adapters if the engine can.
-    assert "exclude_frozen_parameters" in inspect.signature(SmartInfinityEngine.save_checkpoint).parameters
+    assert "exclude_frozen_parameters" in passed(SmartInfinityEngine.save_checkpoint)
 
 
 @pytest.mark.seam("begin_checkpoint and models_saved_by: flushed before older ones go; only whole ones, ours, resume")
@@ -206,9 +201,8 @@ def test_accelerate_calls_its_hooks_before_it_writes_and_reads_its_files() -> No
     are RNG_STATE_NAME, SCHEDULER_NAME, SAMPLER_NAME, SCALER_NAME and ``dl_state_dict``; then save_custom_state.
     """
     for name in ("save", "load"):
-        source = inspect.getsource(getattr(Accelerator, f"{name}_state"))
         places = [f"_{name}_model_state_pre_hook.values()", f"{name}_accelerator_state(", f"{name}_custom_state("]
-        assert sorted(places, key=source.index) == places
+        assert_in_order(getattr(Accelerator, f"{name}_state"), *places)
     assert '"dl_state_dict.bin"' in inspect.getsource(checkpointing.save_accelerator_state)
     names = (constants.RNG_STATE_NAME, constants.SCHEDULER_NAME, constants.SAMPLER_NAME, constants.SCALER_NAME)
     assert names == ("random_states", "scheduler", "sampler", "scaler.pt")
@@ -217,22 +211,20 @@ def test_accelerate_calls_its_hooks_before_it_writes_and_reads_its_files() -> No
 @pytest.mark.seam("refusing quantized bases; which models are written by windows")
 def test_a_model_tells_of_its_quantizer_and_of_its_adapters() -> None:
     """from_pretrained leaves hf_quantizer and is_quantized with the model, and add_adapter _hf_peft_config_loaded."""
-    source = inspect.getsource(transformers.PreTrainedModel.from_pretrained)
-    assert "model.hf_quantizer = hf_quantizer" in source
-    assert transformers.PreTrainedModel._hf_peft_config_loaded is False
-    assert "self._hf_peft_config_loaded = True" in inspect.getsource(transformers.PreTrainedModel.add_adapter)
+    model_class = transformers.PreTrainedModel
+    assert lacking(model_class.from_pretrained, "model.hf_quantizer = hf_quantizer") == []
+    assert model_class._hf_peft_config_loaded is False
+    assert lacking(model_class.add_adapter, "self._hf_peft_config_loaded = True") == []
 
 
 @pytest.mark.seam("optimizers that a Trainer is given", "DeepSpeedSchedulerWrapper is an AcceleratedScheduler.")
 def test_a_trainer_gives_its_optimizer_and_its_schedule_away() -> None:
     """deepspeed_init drops Trainer.optimizer, calls create_optimizer; create_scheduler sets _created_lr_scheduler."""
-    source = inspect.getsource(integration.deepspeed_init)
-    assert "trainer.optimizer = None" in source
-    assert "trainer.create_optimizer()" in inspect.getsource(integration.deepspeed_optim_sched)
-    for name, attribute in (("create_optimizer", "optimizer"), ("create_scheduler", "lr_scheduler")):
-        trainer = mock.MagicMock(**{attribute: "given"})
-        assert getattr(transformers.Trainer, name)(trainer, *([3] if attribute == "lr_scheduler" else [])) == "given"
-    assert "self._created_lr_scheduler = True" in inspect.getsource(transformers.Trainer.create_scheduler)
+    trainer, given = transformers.Trainer, mock.MagicMock(optimizer="mine", lr_scheduler="my own")
+    assert lacking(integration.deepspeed_init, "trainer.optimizer = None") == []
+    assert lacking(integration.deepspeed_optim_sched, "trainer.create_optimizer()") == []
+    assert (trainer.create_optimizer(given), trainer.create_scheduler(given, 3)) == ("mine", "my own")
+    assert lacking(trainer.create_scheduler, "self._created_lr_scheduler = True") == []
     assert issubclass(DeepSpeedSchedulerWrapper, AcceleratedScheduler)
 
 
@@ -254,9 +246,8 @@ def test_accelerate_keeps_one_plugin_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.seam("SmartInfinityTraining, trainings_seen_by: training after an evaluation; which engine saves")
 def test_a_trainer_keeps_the_evaluations_engine() -> None:
     """``train`` takes Trainer.model_wrapped for its engine, so it is reset to the model before."""
-    source = inspect.getsource(transformers.Trainer._prepare_for_training)
-    assert "self._wrap_model(self.model_wrapped)" in source
-    assert "use_accelerator_prepare = model is self.model" in source
+    used = ("self._wrap_model(self.model_wrapped)", "use_accelerator_prepare = model is self.model")
+    assert lacking(transformers.Trainer._prepare_for_training, *used) == []
 
 
 @pytest.mark.seam("gathering_when_called, has_engine, SmartInfinityEngine: a module without an engine gets one")
@@ -267,8 +258,7 @@ def test_the_hooks_that_gather_go_with_their_engine(tmp_path: Path) -> None:
     with SmartInfinityTraining(tmp_path / "storage") as training:
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=training.config))
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        loader = torch.utils.data.DataLoader([1, 2], batch_size=2)  # type: ignore[arg-type]
-        engine, _ = accelerator.prepare(model, loader)
+        engine, _ = accelerator.prepare(model, two_rows())
         assert all(has_engine(each) for each in model.modules())
         engine.destroy()
         assert not any(has_engine(each) for each in model.modules())
@@ -284,8 +274,7 @@ def test_trl_hashes_the_reference_after_the_trainer_is_made() -> None:
     from trl.trainer import dpo_trainer, kto_trainer
 
     for module, trainer in ((dpo_trainer, dpo_trainer.DPOTrainer), (kto_trainer, kto_trainer.KTOTrainer)):
-        source = inspect.getsource(trainer.__init__)
-        assert 0 < source.index("super().__init__(") < source.index("hash_module(self.ref_model or self.model)")
+        assert_in_order(trainer.__init__, "super().__init__(", "hash_module(self.ref_model or self.model)")
         assert callable(module.hash_module)
 
 
@@ -296,26 +285,21 @@ def test_trl_hashes_the_reference_after_the_trainer_is_made() -> None:
 )
 def test_the_loop_calls_what_records_hang_on() -> None:
     """_run_epoch takes names only; _maybe_log_save_evaluate follows each step and epoch, on_step_end precedes it."""
-    trainer = transformers.Trainer
-    step, epoch = inspect.getsource(trainer._run_epoch), inspect.getsource(trainer._inner_training_loop)
-    assert step.count("self._maybe_log_save_evaluate(") == 2
-    assert step.index("callback_handler.on_step_end") < step.index("self._maybe_log_save_evaluate(")
-    assert "self.state.epoch = epoch + (step + 1) / steps_in_epoch" in step
-    assert step.index("skip_first_batches(") < step.index("rng_to_sync = True") < step.index("iter(train_dataloader)")
-    assert "range(num_update_steps_trained, num_update_steps_per_epoch)" in step
-    passed = [*inspect.signature(trainer._run_epoch).parameters][1:]
-    assert all(f"{name}={name}" in epoch for name in passed if name not in ("model", "epoch"))
-    assert (
-        epoch.index("self._prepare_for_training(") < epoch.index("self._tr_loss = ") < epoch.index("self._run_epoch(")
-    )
-    names = [*inspect.signature(trainer._maybe_log_save_evaluate).parameters][1:]
-    assert names[:6] == ["tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval"]
-    assert names[6:] == ["start_time", "learning_rate"]
+    trainer, log = transformers.Trainer, "self._maybe_log_save_evaluate("
+    assert inspect.getsource(trainer._run_epoch).count(log) == 2
+    assert_in_order(trainer._run_epoch, "callback_handler.on_step_end", log)
+    assert_in_order(trainer._run_epoch, "skip_first_batches(", "rng_to_sync = True", "iter(train_dataloader)")
+    counted = "self.state.epoch = epoch + (step + 1) / steps_in_epoch"
+    assert lacking(trainer._run_epoch, counted, "range(num_update_steps_trained, num_update_steps_per_epoch)") == []
+    given = [f"{name}={name}" for name in passed(trainer._run_epoch) if name not in ("self", "model", "epoch")]
+    assert lacking(trainer._inner_training_loop, *given) == []
+    loop = ("self._prepare_for_training(", "self._tr_loss = ", "self._run_epoch(")
+    assert_in_order(trainer._inner_training_loop, *loop)
+    names = ["self", "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval"]
+    assert passed(trainer._maybe_log_save_evaluate) == [*names, "start_time", "learning_rate"]
     assert {"_total_loss_scalar", "_globalstep_last_logged"} <= {*trainer._maybe_log_save_evaluate.__code__.co_names}
-    source = inspect.getsource(trainer._prepare_for_training)
-    assert (
-        source.index("create_scheduler(") < source.index("deepspeed_load_checkpoint(") < source.index("_load_optimizer")
-    )
+    loads = ("create_scheduler(", "deepspeed_load_checkpoint(", "_load_optimizer")
+    assert_in_order(trainer._prepare_for_training, *loads)
     assert {"state", "epochs_trained"} <= {*re.findall(r"\w+", inspect.getsource(trainer._init_training_state))}
 
 
@@ -329,7 +313,7 @@ def test_a_prepared_loader_fetches_one_batch_ahead() -> None:
     base_of.base_dataloader.collate_fn = lambda rows: fetched.append(rows[0]) or rows[0]
     positions = [(batch, base_of.state_dict()["position"]) for batch in base_of]
     assert positions == [(1, 1), (2, 2), (3, 3)] and calls == [1, 2, 3, 3]
-    assert issubclass(type(base_of), DataLoaderShard) and isinstance(base_of, torch.utils.data.DataLoader)
+    assert issubclass(type(base_of), DataLoaderShard) and isinstance(base_of, DataLoader)
 
 
 # ---- what exports read of torch and transformers
@@ -360,8 +344,7 @@ def test_views_without_memory_keep_their_storage() -> None:
     """A view on the meta device has its base's UntypedStorage._cdata and an offset in it; a copy has another."""
     base = torch.empty(4, 6, device="meta")
     view = base[1].narrow(0, 2, 3)
-    assert view.untyped_storage()._cdata == base.untyped_storage()._cdata
-    assert view.storage_offset() == 8
+    assert view.untyped_storage()._cdata == base.untyped_storage()._cdata and view.storage_offset() == 8
     assert base.clone().untyped_storage()._cdata != base.untyped_storage()._cdata
 
 

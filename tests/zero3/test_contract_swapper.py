@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
-from tests.zero3.test_contract import undecorated
+from tests.zero3.test_contract import assert_in_order, lacking, undecorated
 
 ENGINE: Any = inspect.getmodule(DeepSpeedEngine)
 USERS: list[Any] = [partition_parameters, partitioned_param_coordinator, stage3, parameter_offload, ENGINE]
@@ -88,15 +88,8 @@ def test_other_verbs_are_used_only_where_ours_never_goes(name: str) -> None:
 @pytest.mark.seam("DeepSpeed uses our swapper; if the name moves, it compiles `async_io`")
 def test_init_looks_the_swapper_up_when_it_begins() -> None:
     """zero.Init looks partition_parameters.AsyncPartitionedParameterSwapper up as a global, once its device is nvme."""
-    source = inspect.getsource(partition_parameters.Init.__init__)
-    assert "self.param_swapper = param_swapper or AsyncPartitionedParameterSwapper(_ds_config, self.dtype)" in source
-    assert "if self.remote_device == OffloadDeviceEnum.nvme:" in source
-
-
-def _calls(function: Any, *calls: str) -> None:
-    source = inspect.getsource(undecorated(function))
-    where = [source.index(call) for call in calls]
-    assert where == sorted(where), calls
+    made = "self.param_swapper = param_swapper or AsyncPartitionedParameterSwapper(_ds_config, self.dtype)"
+    assert_in_order(partition_parameters.Init.__init__, "if self.remote_device == OffloadDeviceEnum.nvme:", made)
 
 
 @pytest.mark.seam("`ParameterSwapper` reads partitions before they are gathered, and writes them when it is expected")
@@ -105,7 +98,7 @@ def test_partitions_are_there_before_they_are_gathered() -> None:
 
     Init._partition_param writes an updated partition from a buffer, and releases others (PartitionedParamStatus).
     """
-    _calls(
+    assert_in_order(
         partition_parameters.Init._partition_param,
         "param.nvme_swapper.remove_partition_and_release_buffers([param])",
         "self.param_swapper.swappable_tensor(",
@@ -113,12 +106,12 @@ def test_partitions_are_there_before_they_are_gathered() -> None:
         "param.ds_tensor.copy_(src_tensor)",
         "self.param_swapper.swap_out_and_release([param])",
     )
-    ensure = partition_parameters.Init._ensure_availability_of_partitioned_params
-    _calls(ensure, "swap_in(swap_in_list, async_op=False)", "synchronize_reads()")
-    _calls(partition_parameters.Init._all_gather, "_ensure_availability_of_partitioned_params(", "_allgather_param(")
-    converted = inspect.getsource(partition_parameters.Init._convert_to_deepspeed_param)
-    start = converted.index("def all_gather_coalesced(")
-    assert 0 < converted.index("_ensure_availability_of_partitioned_params(", start) - start < 600
+    init, ensuring = partition_parameters.Init, "_ensure_availability_of_partitioned_params("
+    reading = ("swap_in(swap_in_list, async_op=False)", "synchronize_reads()")
+    assert_in_order(init._ensure_availability_of_partitioned_params, *reading)
+    assert_in_order(init._all_gather, ensuring, "_allgather_param(")
+    _, _, coalesced = inspect.getsource(init._convert_to_deepspeed_param).partition("def all_gather_coalesced(")
+    assert ensuring in coalesced[:600]
 
 
 @pytest.mark.seam("StoredPartition: the update writes parameters to their files")
@@ -126,7 +119,7 @@ def test_a_sub_group_that_is_not_in_memory_has_no_flat_tensor() -> None:
     """fp16_partitioned_groups_flat has None for sub-groups not in memory, by ds_tensor.final_location."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3._create_fp16_partitions_with_defragmentation)
     assert "fp16_partitioned_group_flat = None" in source
-    _calls(
+    assert_in_order(
         DeepSpeedZeroOptimizer_Stage3._move_to_flat_buffer,
         "param.nvme_swapper.swap_into_buffer(param, dest)",
         "param.ds_tensor.final_location = 'not-nvme'",
@@ -136,10 +129,10 @@ def test_a_sub_group_that_is_not_in_memory_has_no_flat_tensor() -> None:
 @pytest.mark.seam("parameters that are not trained in checkpoints: on storage, and the fp32 values behind 16 bit")
 def test_frozen_parameters_are_saved_and_loaded_by_the_engine() -> None:
     """DeepSpeedEngine._get_param_fragment_func, load_module_state_dict touch partitions (is_optimized_parameter)."""
-    saved = inspect.getsource(DeepSpeedEngine._get_param_fragment_func)
-    loaded = inspect.getsource(DeepSpeedEngine.load_module_state_dict)
-    assert "param.ds_tensor.detach().cpu()" in saved
-    assert "checkpoint.get(FROZEN_PARAM_FRAGMENTS, None) is not None" in loaded
-    for name in ("_get_param_fragment_func", "load_module_state_dict"):
+    for name, text in (
+        ("_get_param_fragment_func", "param.ds_tensor.detach().cpu()"),
+        ("load_module_state_dict", "checkpoint.get(FROZEN_PARAM_FRAGMENTS, None) is not None"),
+    ):
+        assert lacking(getattr(DeepSpeedEngine, name), text) == []
         assert getattr(SmartInfinityEngine, name) is not getattr(DeepSpeedEngine, name)
     assert inspect.getsource(ENGINE).count("ds_tensor.d") == 2

@@ -19,7 +19,7 @@ AS_BUILT = {"device": "nvme", "nvme_path": "unused"}
     ("zero", "made"),
     [
         (None, {"stage": 3, "stage3_max_reuse_distance": 0}),
-        ({"overlap_comm": True}, {"overlap_comm": True}),
+        ({"overlap_comm": False}, {"overlap_comm": False}),
         ({"stage3_max_reuse_distance": 7}, {"stage3_max_reuse_distance": 7}),
         ({"offload_param": ON_STORAGE}, {"offload_param": {**AS_BUILT, "max_in_cpu": 0}}),
         (
@@ -31,8 +31,7 @@ AS_BUILT = {"device": "nvme", "nvme_path": "unused"}
 def test_users_keys_come_on_top_of_ours(zero: dict[str, Any] | None, made: dict[str, Any]) -> None:
     """No parameter on storage stays in memory, and DeepSpeed searches for no next use, unless the user says so."""
     section: dict[str, Any] = build_deepspeed_config(zero)["zero_optimization"]
-    assert {name: section[name] for name in made} == made
-    assert section["offload_optimizer"]["device"] == "cpu"
+    assert {name: section[name] for name in made} == made and section["offload_optimizer"]["device"] == "cpu"
     assert ("max_reuse_distance" in section) + ("stage3_max_reuse_distance" in section) == 1
 
 
@@ -84,8 +83,7 @@ def test_a_wrong_key(zero: dict[Any, Any], words: str) -> None:
     """The error begins with the class that was called and what it was given, and says what to write."""
     with pytest.raises(ConfigError) as caught:
         SmartInfinityStrategy(zero=zero)
-    assert str(caught.value).startswith(f"SmartInfinityStrategy(zero={zero!r})")
-    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"SmartInfinityStrategy(zero={zero!r})") and words in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,7 @@ def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None
     for file in own:
         file.write_text("mine")
     save(path, "new")
-    assert saved(path) == {"new"}
-    assert {file.read_text() for file in own} == {"mine"}
+    assert saved(path) == {"new"} and {file.read_text() for file in own} == {"mine"}
     assert os.readlink(path / TAG / "link") == "elsewhere"
     assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest", "notes.txt"]
     assert sorted(entry.name for entry in (path / TAG).iterdir()) == sorted(
@@ -125,8 +124,7 @@ def test_what_lies_where_a_save_is_written(kind: str, first: bool, tmp_path: Pat
     named = {"folder": staging / "precious.txt", "old leftover": staging / "new"}.get(kind, staging)
     with pytest.raises(CheckpointError, match=f"{named} is in the way") as caught:
         save(path, "new")
-    assert "Move it elsewhere" in caught.value.remedy
-    assert tree(tmp_path) == before
+    assert "Move it elsewhere" in caught.value.remedy and tree(tmp_path) == before
     if kind == "old leftover" and not first:
         (staging / "new" / TAG / "notes.txt").unlink()
     else:
@@ -179,8 +177,7 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(
             tries=number // every,
             outcome="the old or the new one is whole",
         )
-        assert survived
-        assert outcomes == {None if first else frozenset({"old"}), frozenset({"new"})}
+        assert survived and outcomes == {None if first else frozenset({"old"}), frozenset({"new"})}
 
 
 def test_a_machine_without_the_first_save_gets_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,8 +300,7 @@ def test_a_second_save_to_a_path_that_another_one_writes(first: bool, tmp_path: 
             save(path, "second")
     assert saved(path) == {"first"}
     save(path, "third")
-    assert saved(path) == {"third"}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    assert saved(path) == {"third"} and [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 def test_a_folder_that_another_save_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,8 +344,7 @@ def test_two_processes_that_save_to_one_path(tmp_path: Path, attack: Attack) -> 
         (content,) = saved(path)
         assert content.startswith(("first", "second"))
         save(path, "third")
-        assert saved(path) == {"third"}
-        assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
+        assert saved(path) == {"third"} and sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
         assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
 
 
@@ -411,8 +406,7 @@ def test_a_swap_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.Monkey
         tries += 1
         assert saved(path) in ({"old"}, {"new"})
         save(path, "newest")
-        assert saved(path) == {"newest"}
-        assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
+        assert saved(path) == {"newest"} and sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
     assert tries or call == "rename"  # of which an exchange needs none
     attack("a call of a checkpoint's swap fails", tries=tries, outcome="CheckpointError; a whole checkpoint is there")
 
@@ -540,5 +534,4 @@ def test_a_link_is_saved_through(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", "old")
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "a.ckpt")
     save(tmp_path / "last.ckpt", "new")
-    assert (tmp_path / "last.ckpt").is_symlink()
-    assert saved(tmp_path / "a.ckpt") == {"new"}
+    assert (tmp_path / "last.ckpt").is_symlink() and saved(tmp_path / "a.ckpt") == {"new"}

@@ -33,8 +33,7 @@ def test_the_faster_is_chosen_within_eight_steps(fastest: str, jitter: bool) -> 
     """Each mode is tried for four steps; a few slow ones, as after a validation, do not count."""
     seconds = {"forward": 1.0, "backward": 1.0, fastest: 0.8}
     modes = run(OverlapChoice("auto"), seconds, jitter=jitter)
-    assert modes[:8] == 4 * ["forward"] + 4 * ["backward"]
-    assert set(modes[8:]) == {fastest}
+    assert modes[:8] == 4 * ["forward"] + 4 * ["backward"] and set(modes[8:]) == {fastest}
 
 
 def test_what_is_simpler_stays_where_nothing_is_gained() -> None:

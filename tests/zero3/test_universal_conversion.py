@@ -131,8 +131,7 @@ def test_what_cannot_be_converted_is_refused(name: str, checkpoint: Path, tmp_pa
     damage(checkpoint)
     with pytest.raises(CheckpointError, match=named) as caught:
         convert_checkpoint(checkpoint, tmp_path / "new")
-    assert caught.value.remedy
-    assert list(tmp_path.iterdir()) == [checkpoint]
+    assert caught.value.remedy and list(tmp_path.iterdir()) == [checkpoint]
 
 
 def test_a_folder_that_exists_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
@@ -161,8 +160,7 @@ def test_a_disk_that_fails(
     monkeypatch.setattr(tensor_file.TensorFile, call, Mock(side_effect=error))
     with pytest.raises(CheckpointError, match=told) as caught:
         convert_checkpoint(checkpoint, tmp_path / "new")
-    assert remedy in caught.value.remedy
-    assert list(tmp_path.iterdir()) == [checkpoint]
+    assert remedy in caught.value.remedy and list(tmp_path.iterdir()) == [checkpoint]
 
 
 def test_two_conversions_to_one_path(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
