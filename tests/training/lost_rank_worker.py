@@ -1,9 +1,9 @@
 """Goes on until something happens to rank 1: ``python -m tests.training.lost_rank_worker FOLDER CAUSE DOING RANKS``.
 
 Every rank writes the number of its process to ``at-work-<rank>`` in its fourth batch. CAUSE is a key of
-:data:`CAUSES`, ``nothing``, or ``activations``, which are then on storage. DOING is a method of the Trainer, or a key
-``fabric``. If SIGTERM ends a fit, the ranks save a checkpoint together. With ``--machines`` each rank is on a
-machine of its own.
+:data:`CAUSES`, ``nothing``, ``activations``, which are then on storage, or ``interrupted``: between backward and step.
+DOING is a method of the Trainer, or a key ``fabric``. If SIGTERM ends a fit, the ranks save a checkpoint together. With
+``--machines`` each rank is on a machine of its own.
 """
 
 from __future__ import annotations
@@ -102,6 +102,10 @@ class Happening(pl.Callback):
         happen(trainer.global_step, rank=trainer.global_rank, folder=self.folder, cause=self.cause)
         if self.cause == "dead-disk-in-save" and trainer.global_step == 3:
             trainer.save_checkpoint(self.folder / "last.ckpt")
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.cause == "interrupted" and trainer.global_rank == 1 and trainer.global_step == 3:
+            raise KeyboardInterrupt
 
     def on_validation_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         happen(batch_idx, rank=trainer.global_rank, folder=self.folder, cause=self.cause)

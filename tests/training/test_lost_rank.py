@@ -142,6 +142,15 @@ def test_ctrl_c_with_activations_on_storage(asked: tuple[int, ...], ranks: Ranks
     assert not list(ranks.folder.rglob("*activations*"))
 
 
+@pytest.mark.parametrize("ranks", [("interrupted",)], ids=str, indirect=True)
+def test_ctrl_c_between_backward_and_step(ranks: Ranks) -> None:
+    """Rank 1 ends without waiting for the other one, which would have to join a gather of its gradients."""
+    for rank in range(2):
+        assert ranks.status(rank) == 1, ranks.said(rank)
+    interrupted = f"RankLostError: R{NAME[1:]} failed with KeyboardInterrupt"
+    assert interrupted in ranks.said(0), ranks.said(0) + ranks.said(1)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "asked"),

@@ -17,19 +17,25 @@ __all__ = ["GET_GRAD", "SET_GRAD", "gradient_of", "set_gradient"]
 GET_GRAD, SET_GRAD = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__  # type: ignore[union-attr]
 """Torch's own getter and setter of ``tensor.grad``."""
 
+_MOVING = torch.nn.Module._apply.__code__
+
 
 def gradient_of(param: ZeroParameter) -> torch.Tensor | None:
-    """Return ``param.grad`` as for training in memory; between backward and step, the gradient reduced over ranks."""
+    """Return ``param.grad`` as for training in memory; between backward and step, the gradient reduced over ranks.
+
+    ``Module.to`` and its like get None, because a gradient outside the parameter does not move with it. They would
+    gather it, which is collective. After an error on one rank, only that rank moves its module.
+    """
     own: torch.Tensor | None = GET_GRAD(param)
     if own is not None:
         return own
     training = training_of(param)
-    if training is None:
+    if training is None or sys._getframe(2).f_code is _MOVING:
         return None
     if training.has_reduced_gradient(param):
         return PartitionedTensor.gradient(param)
     training.gradient_is_reset(param)
-    by_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")  # such as Module.to
+    by_torch = str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")  # such as Module.zero_grad
     if not by_torch and training.has_used_gradient(param):
         warnings.warn(
             "The gradient of a parameter was read after the step that used it, and is None: read gradients between "
