@@ -68,13 +68,29 @@ def created(folders: Sequence[Path], **config: Any) -> Iterator[StateStore]:
         store.close(remove=True)
 
 
-def left(*folders: Path, generations: int = 1, **config: Any) -> Path:
-    """Leave a store of some generations, as a kill does, and return its folder in the first storage folder."""
+def left(*folders: Path, generations: int = 1, steps: Sequence[int] = (), content: bytes = b"", **config: Any) -> Path:
+    """Leave a store of some generations, as a kill does, and return its folder in the first storage folder.
+
+    The first generations have training records of these steps, with this content.
+    """
     store = create(folders, **config)
     for generation in range(generations):
         commit_generation(store, generation)
+        if generation < len(steps):
+            store.record_training(generation=generation, step=steps[generation], content=content, has_steps=True)
     store.close(remove=False)
     return Path(store.files[0].path).parent
+
+
+def flipped(content: bytes, at: int, bit: int = 2) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+
+
+def flip(file: Path, at: int, bit: int = 2) -> bytes:
+    """Flip a bit in a byte of a file, and return what the file held before."""
+    before = file.read_bytes()
+    file.write_bytes(flipped(before, at, bit))
+    return before
 
 
 def recovered(*folders: Path, remove: bool = True, **options: Any) -> int:

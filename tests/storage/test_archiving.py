@@ -33,7 +33,7 @@ from lightning_smartinfinity.storage.state.space import (
 )
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
-from tests.storage.makers import commit_generation, create, extents, held_by_another_process
+from tests.storage.makers import commit_generation, create, extents, flip, held_by_another_process, left
 
 JOB, ARCHIVE = "default", "default.aside"
 Stage = Callable[[Mover], None]
@@ -183,7 +183,7 @@ def test_the_only_folder_of_a_rank_that_cannot_be_reached(lost: int, folders: li
     """If each rank has a folder of its own (``{local_rank}``), that of the missing rank is named, if it is known."""
     own = [[folder] for folder in folders]
     leave_on(own, step=7, machines=1)
-    content = flipped(manifest := folders[lost] / JOB / f"rank-0000{lost}/manifest.json", 100)
+    content = flip(manifest := folders[lost] / JOB / f"rank-0000{lost}/manifest.json", 100)
     plan = plan_archiving([find_parts(each, [JOB]) for each in own], job=JOB, folders=own)
     assert plan.is_damaged and len(plan.moved) == 2 and not plan.lost_storage
     manifest.write_bytes(content)
@@ -266,10 +266,10 @@ def killed_before(number: int, folders: Sequence[Path]) -> bool:
     """Archive in a process that ends before a later rename or deletion of a file; return whether there was one."""
     child = os.fork()
     if child == 0:
-        left = iter(range(number))
+        calls = iter(range(number))
 
         def counted(call: Any) -> Any:
-            return lambda *args, **kwargs: call(*args, **kwargs) if next(left, None) is not None else os._exit(9)
+            return lambda *args, **kwargs: call(*args, **kwargs) if next(calls, None) is not None else os._exit(9)
 
         os.rename, os.unlink = counted(os.rename), counted(os.unlink)
         try:
@@ -384,8 +384,8 @@ def test_what_stays_beside_a_new_training(tmp_path: Path) -> None:
     in_use = create([tmp_path], rank=2, world_size=3)
     plan = plan_for([tmp_path])
     assert not plan.changes_something and [part.rank for part in plan.left_to(0)] == [1, 2]
-    for left in measure_parts(plan.left_to(0), deleted=False):
-        assert left.resumable_bytes >= extents().file_bytes(0)
+    for part in measure_parts(plan.left_to(0), deleted=False):
+        assert part.resumable_bytes >= extents().file_bytes(0)
     carry_out(plan)
     assert ranks_on(tmp_path) == ["rank-00001", "rank-00002"]
     in_use.close(remove=True)
@@ -417,13 +417,6 @@ def test_machines_of_two_trainings(tmp_path: Path) -> None:
 # ---- damage to what says whose state it is, and how far it has come
 
 
-def flipped(file: Path, number: int) -> bytes:
-    """Flip a bit in this byte of a file, and return what was there before."""
-    content = file.read_bytes()
-    file.write_bytes(content[:number] + bytes([content[number] ^ 1 << number % 8]) + content[number + 1 :])
-    return content
-
-
 def files_of(folders: Sequence[Path], job: str) -> dict[str, bytes]:
     """Return the content of a job's files but the locks, by storage folder, rank and name."""
     found = [(folder, path) for folder in folders for path in (folder / job).rglob("*") if path.is_file()]
@@ -453,7 +446,7 @@ def test_one_flipped_bit_deletes_no_training(
     file = folders[device] / JOB / f"rank-{rank:05d}" / name
     content, damaged = file.read_bytes(), []
     for number in range(0, len(content), step):
-        flipped(file, number)
+        flip(file, number, number % 8)
         plan = plan_for(folders, ranks=2)
         assert (len(plan.moved), plan.deleted) == (4, ()), f"byte {number}"
         damaged.append(plan.is_damaged)
@@ -465,7 +458,7 @@ def test_one_flipped_bit_deletes_no_training(
     )
     unseen = name in ("state.bin", "lock")
     assert damaged and (all(damaged) or unseen or name == "commit.bin") and any(damaged) != unseen
-    flipped(file, 8)
+    flip(file, 8)
     before = files_of(folders, JOB)
     archive(folders, ranks=2)
     assert files_of(folders, ARCHIVE) == before and files_of(folders, JOB) == {}
@@ -474,12 +467,12 @@ def test_one_flipped_bit_deletes_no_training(
 def test_a_damaged_training_beside_one_that_was_archived(twice: list[Path]) -> None:
     """Neither is deleted: the error names both, and the next training that can be resumed replaces a damaged one."""
     file = twice[0] / JOB / "rank-00000/manifest.json"
-    content = flipped(file, 100)
+    content = flip(file, 100)
     remedy = refusal(twice, r"damaged\. It is not deleted, .* in the job 'default\.aside'")
     assert "--remove default or smart-infinity jobs" in remedy
     file.write_bytes(content)
     assert steps_in(twice, JOB) == whole(8) and steps_in(twice) == whole(7)
-    flipped(twice[0] / ARCHIVE / "rank-00000/manifest.json", 100)
+    flip(twice[0] / ARCHIVE / "rank-00000/manifest.json", 100)
     plan = archive(twice)
     assert (plan.step, plan.replaced, plan.replaces_damaged) == (8, None, True) and steps_in(twice) == whole(8)
 
@@ -487,7 +480,7 @@ def test_a_damaged_training_beside_one_that_was_archived(twice: list[Path]) -> N
 def test_a_damaged_part_and_one_that_cannot_be_reached(folders: list[Path]) -> None:
     """All that is here is archived, and nothing is deleted."""
     leave(folders, step=7, ranks=2)
-    flipped(folders[0] / JOB / "rank-00000/manifest.json", 100)
+    flip(folders[0] / JOB / "rank-00000/manifest.json", 100)
     folders[1].rename(folders[1].with_name("unmounted"))
     before = files_of(folders, JOB)
     assert archive(folders[:1], ranks=2).lost_storage == (repr(str(folders[1])),)
@@ -510,11 +503,8 @@ def way(folders: Sequence[Path]) -> Plan:
 def fill(folders: Sequence[Path], *, created: int = NEW, recorded: int = NEW) -> None:
     """Leave stores of the new ranks, of which so many were made and so many are whole."""
     for rank in range(created):
-        store = create(folders, rank=rank, world_size=NEW, job_id=SUCCESSOR)
-        if rank < recorded:
-            commit_generation(store, 0)
-            store.record_training(generation=0, step=7, content=b"", has_steps=True)
-        store.close(remove=False)
+        is_whole = rank < recorded
+        left(*folders, generations=int(is_whole), steps=[7], rank=rank, world_size=NEW, job_id=SUCCESSOR)
 
 
 @pytest.fixture
@@ -573,7 +563,7 @@ def test_a_damaged_part_in_the_way_is_not_deleted(old: list[Path]) -> None:
     """Whose it is cannot be read, so the old stores are not moved back; the error says by which name they resume."""
     carry_out(way(old), ranks=NEW)
     fill(old, created=1, recorded=0)
-    flipped(old[0] / JOB / "rank-00000/manifest.json", 100)
+    flip(old[0] / JOB / "rank-00000/manifest.json", 100)
     before = files_of(old, JOB)
     broken = rf"'{old[0] / JOB / 'rank-00000'}' cannot be resumed: its manifest or records are damaged"
     with pytest.raises(StorageError, match=rf"{broken}\. Another that .* is in the job 'default\.aside'"):
@@ -589,7 +579,7 @@ def test_old_stores_that_are_broken_when_the_new_ones_are_incomplete(damage: str
     if damage == "cannot be found":
         (old[1] / ARCHIVE).rename(old[1] / "unmounted")
     else:
-        flipped(old[0] / ARCHIVE / "rank-00001/manifest.json", 100)
+        flip(old[0] / ARCHIVE / "rank-00001/manifest.json", 100)
     before = find_parts(old, [JOB, ARCHIVE])
     with pytest.raises(StorageError, match=f"'{old[0] / ARCHIVE}.*moved to another number of processes.*{damage}"):
         put_together(old, job=JOB, ranks=OLD)

@@ -95,8 +95,7 @@ def test_folder_that_cannot_be_made(tmp_path: Path, storage: str, job: str, prob
     before = tree(tmp_path)
     with pytest.raises(StorageError, match=problem) as caught:
         create([tmp_path / "made", tmp_path / storage], job=job)
-    assert remedy in caught.value.remedy
-    assert tree(tmp_path) == before
+    assert remedy in caught.value.remedy and tree(tmp_path) == before
 
 
 def test_too_little_space(tmp_path: Path) -> None:
@@ -149,8 +148,7 @@ def test_what_fails_half_way(
     monkeypatch.setattr(os, name, call)
     with pytest.raises(kind, match=problem) as caught:
         create([tmp_path / "a", tmp_path / "b"])
-    assert type(caught.value) is kind and remedy in caught.value.remedy
-    assert tree(tmp_path) == set()
+    assert type(caught.value) is kind and remedy in caught.value.remedy and tree(tmp_path) == set()
 
 
 @pytest.mark.parametrize(
@@ -169,8 +167,7 @@ def test_limits_of_the_process(tmp_path: Path, limit: int, value: int | None, re
             create([tmp_path / "a", tmp_path / "b"])
     finally:
         resource.setrlimit(limit, (soft, hard))
-    assert remedy in caught.value.remedy
-    assert tree(tmp_path) == set()
+    assert remedy in caught.value.remedy and tree(tmp_path) == set()
 
 
 def test_interrupted_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +254,7 @@ def test_measured_where_the_folder_will_be(tmp_path: Path) -> None:
     for device, found in enumerate((first, second)):
         assert found.file_system == tmp_path.stat().st_dev
         assert extents(2).file_bytes(device) < found.needed_bytes < extents(2).file_bytes(device) + 128 * 1024
-        assert 0 < found.free_bytes <= status.f_blocks * status.f_frsize
-        assert found.reclaimable_bytes == 0
+        assert 0 < found.free_bytes <= status.f_blocks * status.f_frsize and found.reclaimable_bytes == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -310,8 +306,7 @@ def test_a_folder_in_which_nothing_can_be_created(
 
 def test_a_full_file_system(tmp_path: Path, without_space: pytest.MonkeyPatch) -> None:
     """It is measured, whether or not it has room for another folder, and nothing is left there."""
-    assert measured(tmp_path / "storage").free_bytes == 0
-    assert list(tmp_path.iterdir()) == []
+    assert measured(tmp_path / "storage").free_bytes == 0 and list(tmp_path.iterdir()) == []
     without_space.setattr(os, "mkdir", refused(errno.ENOSPC))
     with pytest.raises(StorageFullError, match=r"where 0\.00 MiB are free"):
         require_space([measured(tmp_path / "storage")])

@@ -36,9 +36,7 @@ def test_kept_store_is_refused(tmp_path: Path, device: int) -> None:
     before = tree(tmp_path)
     with pytest.raises(StorageError, match="asked to keep it") as caught:
         create([tmp_path / "new", folders[device]])
-    assert "Remove that folder" in caught.value.remedy
-    assert tree(tmp_path) == before
-    assert recovered(*folders) == 0
+    assert "Remove that folder" in caught.value.remedy and tree(tmp_path) == before and recovered(*folders) == 0
 
 
 def test_locked_by_another_process(tmp_path: Path) -> None:
@@ -50,8 +48,7 @@ def test_locked_by_another_process(tmp_path: Path) -> None:
             with pytest.raises(StorageLockedError, match=f"process {holder}") as caught:
                 attempt()
             assert "TransferConfig(job=...)" in caught.value.remedy
-        assert is_locked(OpenFolder(tmp_path / "default" / "rank-00000"))
-        assert tree(tmp_path) == before
+        assert is_locked(OpenFolder(tmp_path / "default" / "rank-00000")) and tree(tmp_path) == before
     create([tmp_path]).close(remove=True)
 
 

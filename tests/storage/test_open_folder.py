@@ -29,7 +29,7 @@ from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
-from tests.storage.makers import commit_generation, create, created, left, manifest_with, recovered, tree
+from tests.storage.makers import commit_generation, create, created, flipped, left, manifest_with, recovered, tree
 
 PRECIOUS = b"precious\n" * 100
 IN_PLACE = "link or pipe in place of a file or folder of ours"
@@ -326,8 +326,7 @@ def test_a_leftover_that_cannot_be_read(
     before = power_loss.content(tmp_path)
     with pytest.raises(StorageError, match=said):
         create([tmp_path])
-    assert power_loss.content(tmp_path) == before
-    assert main(["scrub", str(tmp_path), "--quiet"]) == status
+    assert power_loss.content(tmp_path) == before and main(["scrub", str(tmp_path), "--quiet"]) == status
 
 
 # Every seventh is each bit of some byte, and a bit of each byte.
@@ -347,9 +346,7 @@ def test_no_bit_makes_a_kept_store_one_to_be_removed(tmp_path: Path, name: str, 
     flips = range(0, 8 * len(before[name]), every)
     attack(f"bit flip in {name} of a kept state, before the next training", tries=len(flips), outcome=REFUSED)
     for number in flips:
-        changed = bytearray(before[name])
-        changed[number // 8] ^= 1 << number % 8
-        (folder / name).write_bytes(changed)
+        (folder / name).write_bytes(flipped(before[name], number // 8, number % 8))
         with pytest.raises(StorageError):
             create([tmp_path])
         assert others.items() <= power_loss.content(folder).items()
@@ -361,8 +358,7 @@ def test_a_recovered_store_without_its_lock(tmp_path: Path) -> None:
     folder = left(tmp_path)
     (folder / "lock").unlink()
     (folder / "thesis.bin").write_bytes(PRECIOUS)
-    assert recovered(tmp_path) == 0
-    assert tree(folder) == {"thesis.bin"}
+    assert recovered(tmp_path) == 0 and tree(folder) == {"thesis.bin"}
 
 
 # ---- folders whose names are no text: bytes that are not UTF-8, which Python shows as lone surrogates
@@ -390,8 +386,7 @@ def test_a_store_whose_path_is_no_text(cafe: Path, capsys: pytest.CaptureFixture
     os.truncate(state, 8192)
     assert main(["scrub", str(cafe), "--quiet"]) == 1
     assert "caf\\xe9/default/rank-00000/state.bin" in capsys.readouterr().out
-    assert main(["jobs", str(cafe), "--remove", "default", "--kept"]) == 0
-    assert not list(cafe.iterdir())
+    assert main(["jobs", str(cafe), "--remove", "default", "--kept"]) == 0 and not list(cafe.iterdir())
 
 
 def test_a_gradient_file(cafe: Path) -> None:

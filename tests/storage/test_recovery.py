@@ -45,7 +45,16 @@ from lightning_smartinfinity.storage.state.scrub import scrub_rank
 from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind
-from tests.storage.makers import commit_generation, create, left, manifest_with, recovered, write_generation
+from tests.storage.makers import (
+    commit_generation,
+    create,
+    flip,
+    flipped,
+    left,
+    manifest_with,
+    recovered,
+    write_generation,
+)
 
 
 def test_newest_generation_is_found(tmp_path: Path) -> None:
@@ -258,17 +267,9 @@ def test_nothing_to_recover(tmp_path: Path) -> None:
         recover_store([tmp_path / "empty"])
 
 
-def recorded(folder: Path, *, num_records: int, num_later: int = 0, ended: str = "") -> Path:
-    """Make a store with training records and further generations; return the rank's folder."""
-    store = create([folder])
-    for generation in range(num_records + num_later):
-        commit_generation(store, generation)
-        if generation < num_records:
-            store.record_training(generation=generation, step=generation, content=b"what a loop needs", has_steps=True)
-    if ended:
-        store.records.end(ended)
-    store.close(remove=False)
-    return folder / "default" / "rank-00000"
+def recorded(folder: Path, *, num_records: int, num_later: int = 0) -> Path:
+    """Leave a store with training records and further generations; return the rank's folder."""
+    return left(folder, generations=num_records + num_later, steps=range(num_records), content=b"what a loop needs")
 
 
 def test_a_training_record_that_fails_has_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,9 +322,7 @@ def test_a_flipped_bit_in_a_training_record(tmp_path: Path, attack: Attack) -> N
     for name, other in permutations(records):
         content = (folder / name).read_bytes()
         for at in range(len(content)):
-            changed = bytearray(content)
-            changed[at] ^= 1 << at % 8
-            (folder / name).write_bytes(changed)
+            (folder / name).write_bytes(flipped(content, at, at % 8))
             (sentence,) = scrub_rank([folder], rank=0, show=hidden).unknown
             assert name in sentence and "goes on from step" in sentence, at
             tries += 1
@@ -389,7 +388,10 @@ def test_training_records_of_no_use(tmp_path: Path) -> None:
     assert re.search(r"records '.*0.bin' and '.*1.bin' are damaged\.", refusal(both))
     recorded(late, num_records=2, num_later=2)
     assert "after its last record (step 1): several optimizer steps" in refusal(late)
-    recorded(ended, num_records=2, ended="a callback holds a lock.")
+    recorded(ended, num_records=2)
+    store = recover_store([ended], training=2)
+    store.records.end("a callback holds a lock.")
+    store.close(remove=False)
     assert refusal(ended).endswith("wrote no training records after step 1: a callback holds a lock.")
 
 
@@ -458,10 +460,6 @@ def recovered_silently(folder: Path) -> int:
         return recovered(folder)
 
 
-def flipped(content: bytes, at: int, bit: int = 0) -> bytes:
-    return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
-
-
 DAMAGED = {
     **{f"bit of byte {at}": partial(flipped, at=at) for at in RECORD[::9]},
     "record torn": lambda content: content[:100] + bytes(4096 - 100) + content[4096:],
@@ -487,7 +485,8 @@ def test_the_newest_record_cannot_be_read(damage: str, tmp_path: Path) -> None:
 def test_no_record_can_be_read(tmp_path: Path) -> None:
     """The error says what may have happened, as the warning does."""
     path = three_generations(tmp_path)
-    path.write_bytes(flipped(flipped(path.read_bytes(), 60), 4096 + 60))
+    for at in (60, 4096 + 60):
+        flip(path, at)
     with pytest.raises(StorageCorruptError, match="torn by a power loss or damaged since"):
         recover_store([tmp_path])
 

@@ -20,24 +20,15 @@ from lightning_smartinfinity.storage.state import scrub
 from lightning_smartinfinity.storage.state.scrub import scrub_rank
 from tests.helpers.attacks import Attack
 from tests.helpers.native_testing import Hold
-from tests.storage.makers import commit_generation, create, left, tree
+from tests.storage.makers import create, flip, left, tree
 
 
 def made(*folders: Path) -> tuple[StateStore, list[Path]]:
     """Return a closed store of two generations, and its folders."""
-    store = create(folders)
-    for generation in (0, 1):
-        commit_generation(store, generation)
+    left(*folders, generations=2)
+    store = recover_store(folders)
     store.close(remove=False)
     return store, [folder / "default" / "rank-00000" for folder in folders]
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 4]))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 64])
@@ -60,8 +51,7 @@ def test_a_whole_store(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPat
     (sentence,) = scrub_rank(folders[:1], rank=0, show=hidden).damaged
     assert "2 storage folders; 1 named" in sentence
     assert found.num_bytes == sum(extent.nbytes for extent in store.extents.extents) > 0
-    assert sum(told) == 0 and len(told) > 1
-    assert tree(tmp_path) == before
+    assert sum(told) == 0 and len(told) > 1 and tree(tmp_path) == before
     assert recover_store([tmp_path / "a", tmp_path / "b"]).generation == 1
 
 
@@ -69,27 +59,25 @@ def test_every_damaged_extent_is_named(tmp_path: Path, attack: Attack) -> None:
     """A flipped bit in any region or trailer is found, and two damaged extents are both named."""
     store, (folder,) = made(tmp_path)
     offsets = [store.extents.place_offset(int(position)) for position in store.placement.positions]
-    tries = 0
+    path = folder / "state.bin"
     for tasklet, at in [(0, 0), (1, 4096), (2, 8192), (4, store.extents.extents[4].nbytes - 1)]:
-        flip(folder / "state.bin", offsets[tasklet] + at)
+        before = flip(path, offsets[tasklet] + at)
         (sentence,) = scrub_rank([folder], rank=0, show=hidden).damaged
-        assert f"tasklet {tasklet} at offset {offsets[tasklet]} of {folder / 'state.bin'}" in sentence
-        flip(folder / "state.bin", offsets[tasklet] + at)
-        tries += 1
-    for tasklet in (1, 3):
-        flip(folder / "state.bin", offsets[tasklet])
+        assert f"tasklet {tasklet} at offset {offsets[tasklet]} of {path}" in sentence
+        path.write_bytes(before)
     (free, *_) = set(range(2 * store.extents.num_tasklets)) - set(store.placement.positions.tolist())
-    flip(folder / "state.bin", store.extents.place_offset(free))  # where the newest generation has nothing
+    # The last is where the newest generation has nothing.
+    for offset in (offsets[1], offsets[3], store.extents.place_offset(free)):
+        flip(path, offset)
     assert len(scrub_rank([folder], rank=0, show=hidden).damaged) == 2
-    attack("bit flip in state on storage, before a scrub", tries=tries + 2, outcome="the scrub names the extent")
+    attack("bit flip in state on storage, before a scrub", tries=6, outcome="the scrub names the extent")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "commit.bin", "state.bin"])
 def test_a_file_without_content(tmp_path: Path, name: str) -> None:
     """A truncated file is damage, and is named."""
     store, (folder,) = made(tmp_path)
-    with (folder / name).open("r+b") as file:
-        file.truncate(0)
+    os.truncate(folder / name, 0)
     damaged = scrub_rank([folder], rank=0, show=hidden).damaged
     assert damaged and all(name in sentence for sentence in damaged)
     assert len(damaged) == (store.extents.num_tasklets if name == "state.bin" else 1)
@@ -104,8 +92,7 @@ def test_the_lock_of_a_store_that_is_read(tmp_path: Path, monkeypatch: pytest.Mo
 
     @contextmanager
     def show(what: str, total: int) -> Iterator[Any]:
-        assert scrub_rank([folder], rank=0, show=hidden).damaged == ()
-        assert not find_jobs(tmp_path)[0].in_use
+        assert scrub_rank([folder], rank=0, show=hidden).damaged == () and not find_jobs(tmp_path)[0].in_use
         with pytest.raises(StorageLockedError, match="by a process that reads it"):
             create([tmp_path])
         seen.append(what)
@@ -182,8 +169,7 @@ def test_a_dead_job(tmp_path: Path) -> None:
     ]
     files = [path for path in (tmp_path / "mine").rglob("*") if path.is_file() and path.name != "lock"]
     assert job.num_bytes == sum(path.stat().st_blocks * 512 for path in files) > 0
-    assert job.written is not None and abs(job.written - time.time()) < 3600
-    assert tree(tmp_path) == before
+    assert job.written is not None and abs(job.written - time.time()) < 3600 and tree(tmp_path) == before
 
 
 def test_files_of_something_else_stay(tmp_path: Path) -> None:
@@ -193,8 +179,7 @@ def test_files_of_something_else_stay(tmp_path: Path) -> None:
     names = ["mine", "notes.aside", "manifest.json.x.aside", "manifest.json.1.aside.txt", "lockx1.aside"]
     for name in [*names, "manifest.json.2.aside", "lock.1.aside"]:
         (folder / name).touch()
-    assert remove_job(only(tmp_path), kept=False) == [folder]
-    assert sorted(os.listdir(folder)) == sorted(names)
+    assert remove_job(only(tmp_path), kept=False) == [folder] and sorted(os.listdir(folder)) == sorted(names)
 
 
 def test_a_kept_job_is_removed_on_request(tmp_path: Path) -> None:
@@ -228,6 +213,4 @@ def test_a_job_with_a_damaged_lock(tmp_path: Path, content: bytes) -> None:
     of_ranks(tmp_path, 0)
     (tmp_path / "default/rank-00000/lock").write_bytes(content)
     job = only(tmp_path)
-    assert job.damaged == (content[0] != 0)
-    assert remove_job(job, kept=False) == []
-    assert tree(tmp_path) == set()
+    assert job.damaged == (content[0] != 0) and remove_job(job, kept=False) == [] and tree(tmp_path) == set()

@@ -151,8 +151,7 @@ def test_files_grow_with_their_share(tmp_path: Path, durability: str) -> None:
     store = create(folders, durability=durability)
     commit_generation(store, 0)
     before = sizes(store)
-    assert store.spread(ALL_ON_ONE)
-    assert sizes(store)[0] > before[0] and sizes(store)[1] == before[1]
+    assert store.spread(ALL_ON_ONE) and sizes(store)[0] > before[0] and sizes(store)[1] == before[1]
     assert sum(sizes(store)) == store.storage_bytes
     for file in store.files:
         assert os.stat(file.path).st_blocks * 512 >= os.stat(file.path).st_size
@@ -191,8 +190,7 @@ def test_files_that_cannot_grow(
         counts, before = store.counts, sizes(store)
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
             patch.setattr(capacities_module, "has_room", refused)
-            assert not store.spread(ALL_ON_ONE)
-            assert not store.spread(ALL_ON_ONE)
+            assert not store.spread(ALL_ON_ONE) and not store.spread(ALL_ON_ONE)
         assert asked == 2 * [(4 * store.extents.place_bytes, 2)]
         assert [record.getMessage().count(str(tmp_path / "a")) for record in caplog.records] == [1]
         with monkeypatch.context() as patch:
@@ -207,8 +205,7 @@ def test_growing_is_measured(tmp_path: Path) -> None:
     """All ranks together may take no more than half of the free space."""
     status = os.statvfs(tmp_path)
     free = status.f_bavail * status.f_frsize
-    assert has_room(tmp_path, free // 8, ranks=2)
-    assert not has_room(tmp_path, free // 3, ranks=2)
+    assert has_room(tmp_path, free // 8, ranks=2) and not has_room(tmp_path, free // 3, ranks=2)
 
 
 @pytest.mark.parametrize("more", [-40_000, -4096, -1, 1, 4096, 100_000])
@@ -262,8 +259,7 @@ def test_no_generation_takes_a_pinned_place(data: st.DataObject) -> None:
     held = set(range(count))
     for _ in range(4):
         following = next_placement(current, lying=lying, assigned=assigned, capacities=room, pinned=[pin.occupied])
-        assert len(places_of(following)) == count
-        assert not places_of(following) & places_of(current)
+        assert len(places_of(following)) == count and not places_of(following) & places_of(current)
         assert not places_of(following) & places_of(pin.record.placement, sorted(held))
         written = data.draw(st.sets(st.integers(0, count - 1)))
         current = current.after(following, np.array(sorted(written), np.intp))

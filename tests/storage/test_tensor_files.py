@@ -75,8 +75,7 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     os.truncate(path, 1 << 20)
     os.kill(os.getpid(), signal.SIGKILL)
     """
-    assert run_python(script, tmp_path, status=-signal.SIGKILL) == ""
-    assert tree(tmp_path) == set()
+    assert run_python(script, tmp_path, status=-signal.SIGKILL) == "" and tree(tmp_path) == set()
 
 
 def test_a_folder_that_another_rank_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +163,7 @@ def test_memory_file_system_warns(is_direct: Asked, memory_folder: Path) -> None
         assert not is_direct(memory_folder, "off")
     with pytest.raises(StorageError, match="tmpfs") as caught:
         is_direct(memory_folder, "on")
-    assert "direct_io='auto'" in caught.value.remedy
-    assert tree(memory_folder) == set()
+    assert "direct_io='auto'" in caught.value.remedy and tree(memory_folder) == set()
 
 
 @for_both
