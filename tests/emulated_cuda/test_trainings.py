@@ -118,6 +118,13 @@ def test_same_bits_of_gradients_elsewhere(name: str, trained: Trained) -> None:
         assert guesses == ["CudaPartition", BF16.max_steps, 0]
 
 
+def test_the_device_computes_on_while_parameters_are_fetched(trained: Trained) -> None:
+    """The host waits for copies on a stream of their own, not for the stream on which modules compute."""
+    fetching = [outcome.extra["fetching"] for outcome in trained.device.values()]
+    assert all(each["modules"] > 100 for each in fetching)
+    assert not any(each["waits"] for each in fetching)
+
+
 def test_a_checkpoint_in_the_middle(trained: Trained) -> None:
     """A run on the device resumes from one of the host, and the host from the device's, to the same bits."""
     straight = trained.host[RESUMED]

@@ -1,12 +1,39 @@
-"""Trains and counts the updates that began within backward: ``python -m tests.training.guesses_worker RUNS.json``."""
+"""Trains and counts the updates that began within backward: ``python -m tests.training.guesses_worker RUNS.json``.
+
+Also counts how often the host waits for the stream on which a device computes while it fetches a module's parameters.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from tests.training.worker import main
+
+_fetching = {"modules": 0, "waits": 0}
+
+
+def count_waits() -> None:
+    """Count from now on, in ``_fetching``."""
+    fetch, synchronize = PartitionedParameterCoordinator.fetch_sub_module, torch.cuda.Stream.synchronize
+    within = False
+
+    def fetch_sub_module(*arguments: Any, **named: Any) -> None:
+        nonlocal within
+        within = True
+        _fetching["modules"] += 1
+        fetch(*arguments, **named)
+        within = False
+
+    def synchronize_counting(stream: torch.cuda.Stream) -> None:
+        _fetching["waits"] += within and stream == torch.cuda.default_stream()
+        synchronize(stream)
+
+    PartitionedParameterCoordinator.fetch_sub_module = fetch_sub_module
+    torch.cuda.Stream.synchronize = synchronize_counting  # type: ignore[method-assign]
 
 
 def guesses(trainer: pl.Trainer) -> dict[str, Any]:
@@ -17,10 +44,12 @@ def guesses(trainer: pl.Trainer) -> dict[str, Any]:
         "adopted": optimizer.speculation.num_adopted,
         "binding": optimizer.speculation.num_binding,
         "discarded": optimizer.speculation.num_discarded,
+        "fetching": dict(_fetching),
     }
     trainer.strategy.close()  # type: ignore[attr-defined]
     return figures
 
 
 if __name__ == "__main__":
+    count_waits()
     main(guesses)

@@ -58,7 +58,7 @@ def build_deepspeed_config(
         "reduce_bucket_size": _BUCKET_NUMEL,
         "sub_group_size": 2 * _BUCKET_NUMEL,
         "contiguous_gradients": True,
-        "overlap_comm": False,
+        "overlap_comm": True,
     }
     section.update(user)
     if "max_reuse_distance" not in section:
