@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,13 +29,7 @@ from tests.pipeline.test_convert import kept
 ONE_RANK = ["--state-format", "bf16", "--rank", "0", "--quiet"]
 
 
-def convert(folder: Path, *more: str) -> int:
-    return main(["convert", str(folder / "disk0"), "--into", str(folder / "new"), *more])
-
-
-def test_converts_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_converts_and_says_so(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new state has the requested format and is kept. Progress goes to stderr, the result to stdout.
 
     A size may have its unit.
@@ -42,34 +37,24 @@ def test_converts_and_says_so(
     monkeypatch.setattr(progress, "DELAY", 1e-9)
     for rank in range(2):
         kept(tmp_path, Case(keep=True, rank=rank))
-    assert convert(tmp_path, "--state-format", "int8", "--tasklet-bytes", "64KiB") == 0
-    said = capsys.readouterr()
+    convert = ("convert", tmp_path / "disk0", "--into", tmp_path / "new", "--state-format")
+    said = cli(*convert, "int8", "--tasklet-bytes", "64KiB")
     assert said.out == f"Converted the state of 2 ranks to int8: {tmp_path / 'new'}\n"
-    for rank in range(2):
-        assert f"Converting the state of rank {rank}: 100%" in said.err
+    assert [f"Converting the state of rank {rank}: 100%" in said.err for rank in range(2)] == [True] * 2
     manifest = json.loads((tmp_path / "new/default/rank-00001/manifest.json").read_text())
     assert (manifest["state_format"], manifest["keep"]) == ("int8", True)
-    assert main(["convert", str(tmp_path / "disk0"), "--into", str(tmp_path / "one"), *ONE_RANK]) == 0
-    assert capsys.readouterr().err == ""
+    assert cli("convert", tmp_path / "disk0", "--into", tmp_path / "one", *ONE_RANK).err == ""
 
 
-def test_an_error_ends_in_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message says what failed and what to do, without a traceback."""
-    assert convert(tmp_path, "--state-format", "bf16") == 1
-    said = capsys.readouterr().err
+def test_errors_and_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """The message says what failed and what to do, without a traceback. Ctrl-C ends with a shell's status."""
+    convert = ("convert", tmp_path / "disk0", "--into", tmp_path / "new", "--state-format", "bf16")
+    said = cli(*convert, status=1).err
     assert said.startswith("smart-infinity: Looking for optimizer state in") and said.count("\n") == 1
     assert "choose another folder" in said
-
-
-def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C ends the command with a shell's status."""
-
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
+    interrupt = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("lightning_smartinfinity.pipeline.state.convert.convert_store", interrupt)
-    assert convert(tmp_path, "--state-format", "bf16") == 130
-    assert "interrupted" in capsys.readouterr().err
+    assert "interrupted" in cli(*convert, status=130).err
 
 
 @pytest.mark.parametrize(
@@ -114,15 +99,14 @@ def test_help_without_torch() -> None:
         [sys.executable, "-c", HELP], capture_output=True, text=True, env=fresh_environment(), timeout=PROCESS_LIMIT
     )
     assert done.returncode == 0, done.stderr
-    assert "--state-format {fp32,bf16,int8,int8_remainder}" in done.stdout
-    assert done.stdout.endswith("False\n")
+    assert "--state-format {fp32,bf16,int8,int8_remainder}" in done.stdout and done.stdout.endswith("False\n")
 
 
 SHAPES = [{"a": torch.Size([5])}]
 WHOLE = {"a": torch.arange(5.0)}
 
 
-def test_parts_of_two_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
+def test_parts_of_two_machines(tmp_path: Path, cli: Cli) -> None:
     """The parts in any order make one checkpoint; one twice, or one alone, is refused, and nothing is written."""
     whole = save_of_two(tmp_path / "a" / "two.ckpt", SHAPES, WHOLE, {"sum": 1})
     part = tmp_path / "b" / "two.ckpt"
@@ -131,13 +115,11 @@ def test_parts_of_two_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str
         file.rename(part / "checkpoint" / file.name)
     for number, parts in enumerate(([whole, part], [part, whole])):
         into = tmp_path / f"new-{number}"
-        assert main(["universal", *map(str, parts), "--into", str(into), "--quiet"]) == 0
+        said = cli("universal", *parts, "--into", into, "--quiet").out
         assert torch.equal(torch.load(into / "zero/a/sum.pt"), WHOLE["a"] + 1)
-    assert f"Converted {whole}, {part} to a universal checkpoint" in capsys.readouterr().out
+        assert f"Converted {parts[0]}, {parts[1]} to a universal checkpoint" in said
     for parts, fault in (([whole], "; 2 saved"), ([whole, whole], "is in .*, too"), ([part, part], "is in .*, too")):
-        assert re.search(
-            fault, cli("universal", *map(str, parts), "--into", str(tmp_path / "none"), "--quiet", status=1).err
-        )
+        assert re.search(fault, cli("universal", *parts, "--into", tmp_path / "none", "--quiet", status=1).err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "new-0", "new-1"]
 
 
@@ -182,8 +164,7 @@ def test_output_that_fails(
     """The command says why with status 1, or silently gives a shell's status if the reader is gone."""
     stream = output()
     monkeypatch.setattr(sys, "stdout", stream)
-    assert main(command) == status
-    assert sys.stdout is stream
+    assert main(command) == status and sys.stdout is stream
     if stream is not None and not stream.closed:
         stream.close()
     assert capsys.readouterr().err == (f"smart-infinity: the output cannot be written: {reason}.\n" if reason else "")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,14 +29,7 @@ from tests.cli.conftest import Cli
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.universal import convert, convert_by_command, save_of_two
-from tests.storage.makers import commit_generation, create, created, tree
-
-
-def left(storage: Path, **config: object) -> Path:
-    store = create([storage], world_size=1, **config)
-    commit_generation(store, 0)
-    store.close(remove=False)
-    return Path(store.files[0].path)
+from tests.storage.makers import created, left, tree
 
 
 def refusing(names: Collection[str]) -> Callable[[int | Path], list[str]]:
@@ -50,14 +44,15 @@ def refusing(names: Collection[str]) -> Callable[[int | Path], list[str]]:
     return listdir
 
 
-def damage(path: Path) -> None:
-    with path.open("r+b") as file:
+def damage(rank_folder: Path, at: int = 0) -> None:
+    with (rank_folder / "state.bin").open("r+b") as file:
+        file.seek(at)
         file.write(b"damaged")
 
 
 def test_the_table(tmp_path: Path, cli: Cli) -> None:
     """Each job is a line: its folder, its process, size, age and generation."""
-    left(tmp_path, job="dead", keep=True)
+    left(tmp_path, world_size=1, job="dead", keep=True)
     with created([tmp_path], job="live"):
         head, dead, live = cli("jobs", tmp_path).out.splitlines()
     assert head.split() == ["job", "process", "size", "written", "generation"]
@@ -67,10 +62,8 @@ def test_the_table(tmp_path: Path, cli: Cli) -> None:
 
 def test_a_job_to_resume(tmp_path: Path, cli: Cli) -> None:
     """The remark names the step after which a training goes on; while a process uses the state, there is none."""
-    store = create([tmp_path], world_size=1, keep="on-failure")
-    commit_generation(store, 0)
-    assert "resumable" not in cli("jobs", tmp_path).out
-    store.record_training(generation=0, step=7, content=b"", has_steps=True)
+    left(tmp_path, steps=[7], world_size=1, keep="on-failure")
+    store = recover_store([tmp_path], training=1)
     assert "resumable" not in cli("jobs", tmp_path).out
     store.close(remove=False)
     assert cli("jobs", tmp_path).out.rstrip().endswith(" 0  resumable, step 7")
@@ -97,9 +90,7 @@ def test_damage_to_the_step_that_all_ranks_have(tmp_path: Path, cli: Cli) -> Non
     store = recover_store([tmp_path], rank=0, training=2)
     place = int(store.next_placement().positions[1])  # where the first step's state is
     store.close(remove=False)
-    with (tmp_path / "default/rank-00000/state.bin").open("r+b") as file:
-        file.seek(store.extents.place_offset(place))
-        file.write(b"damaged")
+    damage(tmp_path / "default/rank-00000", store.extents.place_offset(place))
     said = cli("jobs", tmp_path, "--verify", "--quiet", status=1).out
     assert "resumable, step 1" in said and said.count("rank-00000/state.bin") == 1 and "tasklet 1 " in said
 
@@ -108,19 +99,14 @@ def recorded(storage: Path, steps: tuple[int, int] = (2, 2)) -> None:
     """Leave the stores of two ranks with a record of each step."""
     job_id = os.urandom(16)
     for rank, generations in enumerate(steps):
-        store = create([storage], rank=rank, job_id=job_id)
-        for generation in range(generations):
-            commit_generation(store, generation)
-            store.record_training(generation=generation, step=generation + 1, content=b"", has_steps=True)
-        store.close(remove=False)
+        left(storage, generations=generations, steps=range(1, 1 + generations), rank=rank, job_id=job_id)
 
 
 def test_a_storage_folder_is_lost(tmp_path: Path, cli: Cli) -> None:
     """Both commands name it, and how to go on from the newest checkpoint. What is there is not called damaged."""
     a, b, c = folders = [tmp_path / name for name in "abc"]
-    store = create(folders, world_size=1)
-    commit_generation(store, 0)
-    store.record_training(generation=0, step=7, content=b"", has_steps=True)
+    left(*folders, steps=[7], world_size=1)
+    store = recover_store(folders, training=1)
     for step in (5, 7):
         (tmp_path / f"step {step}.ckpt").mkdir()
         store.note_checkpoint(str(tmp_path / f"step {step}.ckpt"), step=step)
@@ -157,9 +143,9 @@ def test_verify(tmp_path: Path, cli: Cli) -> None:
 
     With --job only that job is read.
     """
-    left(tmp_path, job="whole")
+    left(tmp_path, world_size=1, job="whole")
     assert "whole" in cli("jobs", tmp_path, "--verify", "--quiet").out.splitlines()[1].split()
-    damage(left(tmp_path, job="damaged"))
+    damage(left(tmp_path, world_size=1, job="damaged"))
     with created([tmp_path], job="live"):
         said = cli("jobs", tmp_path, "--verify", "--quiet", status=1).out
     _, damaged, live, whole, sentence = said.splitlines()
@@ -174,11 +160,9 @@ def test_verify(tmp_path: Path, cli: Cli) -> None:
 
 def test_verify_of_what_cannot_be_read(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is absent and a folder that cannot be listed are not called whole."""
-    half_there = create([tmp_path], world_size=2, job="half")
-    commit_generation(half_there, 0)
-    half_there.close(remove=False)
-    (tmp_path / "secret").mkdir()
-    (tmp_path / "lost+found").mkdir()
+    left(tmp_path, world_size=2, job="half")
+    for name in ("secret", "lost+found"):
+        (tmp_path / name).mkdir()
     monkeypatch.setattr(os, "listdir", refusing({"secret", "lost+found"}))
     _, half, secret, *sentences = cli("jobs", tmp_path, "--verify", "--quiet", status=1).out.splitlines()
     assert half.endswith(" incomplete") and secret.split()[1] == "unknown" and secret.endswith(" unreadable")
@@ -189,8 +173,8 @@ def test_verify_of_what_cannot_be_read(tmp_path: Path, cli: Cli, monkeypatch: py
 
 def test_remove(tmp_path: Path, cli: Cli) -> None:
     """A dead job is removed; one that is in use, kept or unknown is refused with a remedy, and stays."""
-    left(tmp_path)
-    left(tmp_path, job="kept", keep=True)
+    left(tmp_path, world_size=1)
+    left(tmp_path, world_size=1, job="kept", keep=True)
     with created([tmp_path], job="live"):
         before = tree(tmp_path)
         for name, said in [("live", f"process {os.getpid()}"), ("kept", "--kept"), ("unknown", "no job 'unknown'")]:
@@ -213,7 +197,7 @@ def test_remove(tmp_path: Path, cli: Cli) -> None:
 @pytest.mark.parametrize("name", ["\x1b[2Jx\nfake", "\udcff", "lost+found"], ids=["control", "no text", "lost+found"])
 def test_folders_with_names_of_no_job(tmp_path: Path, cli: Cli, name: str) -> None:
     """Folders whose names no job may have are not listed, so that no name forges a line, and no job has such a name."""
-    left(tmp_path).parents[1].rename(tmp_path / name)
+    left(tmp_path, world_size=1).parent.rename(tmp_path / name)
     assert cli("jobs", tmp_path).out == f"There are no jobs in {tmp_path}.\n"
     with pytest.raises(ConfigError, match="not a name for a job's folder"):
         TransferConfig(job=name)
@@ -221,9 +205,8 @@ def test_folders_with_names_of_no_job(tmp_path: Path, cli: Cli, name: str) -> No
 
 def test_records_of_another_user_are_not_read(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A manifest may say that they are larger than this machine's memory."""
-    left(tmp_path)
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    left(tmp_path, world_size=1)
+    monkeypatch.setattr(os, "geteuid", mock.Mock(return_value=os.geteuid() + 1))
     monkeypatch.setattr(jobs, "records_of", None)
     (listed,) = json.loads(cli("jobs", tmp_path, "--json").out)
     assert listed["generation"] is None and listed["folders"][0]["rank"] == 0
@@ -231,10 +214,9 @@ def test_records_of_another_user_are_not_read(tmp_path: Path, cli: Cli, monkeypa
 
 def test_more_ranks_than_can_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A manifest's number of ranks takes neither memory nor time."""
-    job = jobs.find_job(tmp_path, left(tmp_path).parents[1].name)
+    job = jobs.find_job(tmp_path, left(tmp_path, world_size=1).parent.name)
     assert job is not None
-    folder = replace(job.folders[0], world_size=1 << 62)
-    absent = jobs.absent_state([replace(job, folders=(folder,))])
+    absent = jobs.absent_state([replace(job, folders=(replace(job.folders[0], world_size=1 << 62),))])
     assert absent is not None and f"{(1 << 62) - 1} of {1 << 62} ranks (1, 2, 3, 4, 5, 6, 7, 8, ...)" in absent
 
 
@@ -255,33 +237,27 @@ def test_state_over_two_folders(tmp_path: Path, cli: Cli) -> None:
     The command ``jobs`` tells damage for the job in both folders, once.
     """
     folders = [tmp_path / "a", tmp_path / "b"]
-    store = create(folders, world_size=1)
-    commit_generation(store, 0)
-    store.close(remove=False)
+    left(*folders, world_size=1)
+    second = folders[1] / "default/rank-00000"
     said = cli("scrub", *folders, "--quiet").out
     assert said.endswith("Whole.\n") and "5 extents of generation 0 read" in said
     assert json.loads(cli("scrub", *folders, "--quiet", "--json").out) == {"damaged": [], "unknown": []}
     assert cli("jobs", *folders, "--verify", "--quiet").out.count("whole") == 2
-    one_of_two = cli("jobs", folders[1], "--verify", "--quiet", status=1).out
-    assert "storage folders are in another order" in one_of_two
+    assert "storage folders are in another order" in cli("jobs", folders[1], "--verify", "--quiet", status=1).out
     found = json.loads(cli("scrub", *folders, "--job", "mine", "--quiet", "--json", status=2).out)
     assert "'mine'" in found["unknown"][0]
-    damage(Path(store.files[1].path))
+    damage(second)
     said = cli("scrub", *folders, "--quiet", status=1).out
-    assert said.endswith("1 damaged.\n") and store.files[1].path in said
+    assert said.endswith("1 damaged.\n") and f"{second}/state.bin" in said
     found = json.loads(cli("scrub", *folders, "--quiet", "--json", status=1).out)
-    assert store.files[1].path in found["damaged"][0]
-    _, first, second, sentence = cli("jobs", *folders, "--verify", "--quiet", status=1).out.splitlines()
-    assert first.endswith(" damaged") and second.endswith(" damaged") and store.files[1].path in sentence
+    assert f"{second}/state.bin" in found["damaged"][0]
+    _, *lines, sentence = cli("jobs", *folders, "--verify", "--quiet", status=1).out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["damaged"] * 2 and f"{second}/state.bin" in sentence
 
 
 def test_a_commit_record_that_cannot_be_read(tmp_path: Path, cli: Cli) -> None:
     """It was torn or damaged: that is told with status 2, and the state that is left is read all the same."""
-    store = create([tmp_path], world_size=1)
-    for generation in range(3):
-        commit_generation(store, generation)
-    store.close(remove=False)
-    flip_bit_behind(b"LSICMT01", tmp_path / "default/rank-00000/commit.bin")
+    flip_bit_behind(b"LSICMT01", left(tmp_path, generations=3, world_size=1) / "commit.bin")
     said = cli("scrub", tmp_path, "--quiet", status=2)
     assert "torn by a power loss or damaged since. Generation 1 was read." in said.err
     assert "5 extents of generation 1 read" in said.out and "Whole" not in said.out
@@ -298,43 +274,35 @@ def test_what_cannot_be_told(tmp_path: Path, cli: Cli) -> None:
     cli("scrub", tmp_path, status=2)
     with pytest.raises(SystemExit, match="2"):
         main(["scrub"])
-    store = create([tmp_path / "part"], rank=1, world_size=4)
-    commit_generation(store, 0)
-    store.close(remove=False)
+    left(tmp_path / "part", rank=1, world_size=4)
     said = cli("scrub", tmp_path / "part", "--quiet", status=2)
     assert "3 of 4 ranks (0, 2, 3) is missing" in said.err and "Whole" not in said.out
 
 
 @pytest.mark.parametrize("in_use", [0, 1])
-def test_damage_is_told_beside_a_rank_that_cannot_be_read(
-    tmp_path: Path, in_use: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_told_beside_a_rank_that_cannot_be_read(tmp_path: Path, in_use: int, cli: Cli) -> None:
     """One rank is damaged, the other in use: the damage is printed, with status 1."""
-    for rank in range(2):
-        store = create([tmp_path], rank=rank)
-        commit_generation(store, 0)
-        store.close(remove=False)
-    damage(tmp_path / f"default/rank-0000{1 - in_use}/state.bin")
+    ranks = [left(tmp_path, rank=rank) for rank in range(2)]
+    damage(ranks[1 - in_use])
     store = recover_store([tmp_path], rank=in_use)
-    assert main(["scrub", str(tmp_path), "--quiet"]) == 1
+    said = cli("scrub", tmp_path, "--quiet", status=1)
     store.close(remove=False)
-    said = capsys.readouterr()
     assert said.out.endswith("1 damaged.\n") and "in use by process" in said.err
 
 
 def test_beside_folders_that_cannot_be_listed(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job is told apart from another user's beside it, and the folder above a job or checkpoint need not be read."""
-    left(tmp_path / "above")
+    left(tmp_path / "above", world_size=1)
     path = checkpoint(tmp_path / "above")
     (tmp_path / "above/secret").mkdir()
     for below in ("default", "default/rank-00000"):  # the path may be that of a job or of a rank
         assert "Whole." in cli("scrub", tmp_path / "above" / below, "--quiet").out
     monkeypatch.setattr(os, "listdir", refusing({"secret"}))
     assert "Permission denied" in cli("scrub", tmp_path / "above", "--quiet", status=2).err
-    assert main(["scrub", str(tmp_path / "above"), "--job", "default", "--quiet"]) == 0
+    cli("scrub", tmp_path / "above", "--job", "default", "--quiet")
     monkeypatch.setattr(os, "scandir", refusing_to(os.scandir, tmp_path / "above"))
-    assert main(["scrub", str(tmp_path / "above/default"), "--quiet"]) == 0
-    assert main(["scrub", str(path), "--quiet"]) == 0
+    for each in (tmp_path / "above/default", path):
+        cli("scrub", each, "--quiet")
 
 
 def refusing_to(call: Callable[..., Any], path: Path, number: int = errno.EACCES) -> Callable[..., Any]:
@@ -380,66 +348,54 @@ def test_a_universal_checkpoint(tmp_path: Path, cli: Cli) -> None:
 @pytest.mark.parametrize("universal", [False, True])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
 def test_a_checkpoint_that_may_not_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, universal: bool, number: int
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, universal: bool, number: int
 ) -> None:
-    """Files that another user's checkpoint keeps from this one are not called damaged: the status is 2."""
+    """Files that another user's checkpoint keeps from this one are not called damaged: the status is 2.
+
+    Nor are files in a folder that this user may not list called missing.
+    """
     path = checkpoint(tmp_path)
     path = convert_by_command(path, tmp_path / "universal") if universal else path
-    capsys.readouterr()
-    files = sorted(path.rglob("*.pt"))
-    files += [] if universal else [path / "latest"]
-    for file in files:
+    for file in sorted(path.rglob("*.pt")) + ([] if universal else [path / "latest"]):
         with monkeypatch.context() as patched:
             patched.setattr(io, "open", refusing_to(io.open, file, number))
-            assert main(["scrub", str(path), "--quiet"]) == 2
-        said = capsys.readouterr()
+            said = cli("scrub", path, "--quiet", status=2)
         assert str(file) in said.err and os.strerror(number) in said.err and "permission" in said.err
         assert "amaged" not in said.out and "Whole" not in said.out
-
-
-def test_a_folder_of_a_checkpoint_that_may_not_be_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files in a folder that this user may not list are not called missing."""
-    path = convert_by_command(checkpoint(tmp_path), tmp_path / "universal")
-    capsys.readouterr()
-    monkeypatch.setattr(os, "scandir", refusing_to(os.scandir, path / "zero/a"))
-    said = cli("scrub", path, "--quiet", status=2)
-    assert str(path / "zero/a") in said.err and "Give this user permission" in said.err
-    assert said.out.endswith("files read\n")
+    if universal:
+        monkeypatch.setattr(os, "scandir", refusing_to(os.scandir, path / "zero/a", number))
+        said = cli("scrub", path, "--quiet", status=2)
+        assert str(path / "zero/a") in said.err and "Give this user permission" in said.err
+        assert said.out.endswith("files read\n")
 
 
 Change = Callable[[Path], object]
 
 
+def to_files(pattern: str, change: Change) -> Change:
+    """Return a function that changes the files of a checkpoint that have such names."""
+    return lambda path: [change(file) for file in [*path.rglob(pattern)]]
+
+
 def rewrite(pattern: str, change: Callable[[Any, int], object]) -> Change:
     """Return a function that changes what files of a checkpoint hold; the change gets content and rank."""
 
-    def changing(path: Path) -> None:
-        for file in path.rglob(pattern):
-            content = torch.load(file)
-            change(content, int("rank_1_" in file.name))
-            torch.save(content, file)
+    def changing(file: Path) -> None:
+        content = torch.load(file)
+        change(content, int("rank_1_" in file.name))
+        torch.save(content, file)
 
-    return changing
+    return to_files(pattern, changing)
 
 
 def remove(pattern: str) -> Change:
-    def removing(path: Path) -> None:
-        for file in path.rglob(pattern):
-            file.unlink()
-
-    return removing
+    return to_files(pattern, Path.unlink)
 
 
 def copy(pattern: str, other_rank: int) -> Change:
     """Return a function that copies a file of rank 1 to the name of another rank's."""
-
-    def copying(path: Path) -> None:
-        file = next(path.rglob(pattern))
-        shutil.copy(file, file.with_name(file.name.replace("rank_1_mp", f"rank_{other_rank}_mp")))
-
-    return copying
+    other = f"rank_{other_rank}_mp"
+    return to_files(pattern, lambda file: shutil.copy(file, file.with_name(file.name.replace("rank_1_mp", other))))
 
 
 OTHER_MODEL = rewrite("*rank_1_*model_states.pt", lambda states, _: states.update({SAVE_ID: "another"}))
