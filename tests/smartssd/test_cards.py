@@ -30,14 +30,12 @@ from lightning_smartinfinity.devices.smartssd.discovery.runtime import (
     require_runtime,
     runtime_of,
 )
-from lightning_smartinfinity.devices.smartssd.discovery.xclbin import read_xclbin
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin, read_xclbin
 from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError, UnsupportedError
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
-from tests.helpers.golden import ARRAYS
 from tests.helpers.golden import RULES as RULE_OF
-from tests.native.stored import Array
 from tests.smartssd.fake_machine import GIB, SHELL, Machine, smartssd
 
 WHOLE, SMALL = 4 * GIB, 32 << 20
@@ -64,8 +62,7 @@ def machine(tmp_path: Path) -> Machine:
 def test_p2p_as_xrt_reads_it(machine: Machine, config: str | None, state: P2PState, remedy: str) -> None:
     """P2P is enabled if bar equals exp_bar, and needs a warm reboot if rbar exceeds bar. Each state has its remedy."""
     found = p2p_of(machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", p2p=config))
-    assert found.state is state
-    assert remedy in found.remedy("0000:01:00.1")
+    assert found.state is state and remedy in found.remedy("0000:01:00.1")
 
 
 def test_cards_are_numbered_by_address(machine: Machine) -> None:
@@ -80,8 +77,7 @@ def test_cards_are_numbered_by_address(machine: Machine) -> None:
     assert (first.number, first.address, first.shell, first.p2p.state) == (0, "0000:01:00.1", "other", P2PState.UNKNOWN)
     assert (second.number, second.address, second.shell) == (1, "0000:81:00.1", SHELL)
     assert second.p2p == P2P(P2PState.ENABLED, WHOLE, WHOLE)
-    assert second.node == machine.root / "dev/dri/renderD128"
-    assert unusable_node(system, second) is None
+    assert second.node == machine.root / "dev/dri/renderD128" and unusable_node(system, second) is None
     machine.locked.add(second.node)
     assert "usermod -aG render" in str(unusable_node(system, second))
     second.node.unlink()
@@ -95,10 +91,9 @@ def test_header_of_an_xclbin(tmp_path: Path, machine: Machine) -> None:
     for settings in (SmartSSDConfig(xclbin=path), SmartSSDConfig(xclbin=str(path)), None):
         machine.environment[XCLBIN_VARIABLE] = str(path) if settings is None else "/not/there"
         found = read_xclbin(settings, machine.system())
-        assert (found.path, found.platform) == (path, SMARTSSD.platform.vbnv)
-        assert uuid.UUID(found.uuid).bytes in path.read_bytes()
-        assert found.memory_bytes == SMARTSSD.platform.bank.size_bytes
-        assert found.kernels == tuple(kernel.name for kernel in SMARTSSD.kernels)
+        platform, kernels = SMARTSSD.platform, tuple(kernel.name for kernel in SMARTSSD.kernels)
+        expected = Xclbin(path, found.uuid, platform.vbnv, platform.bank.size_bytes, kernels)
+        assert found == expected and uuid.UUID(found.uuid).bytes in path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -134,9 +129,11 @@ def test_torn_xclbins(tmp_path: Path, machine: Machine) -> None:
     whole, path = xclbin(SMARTSSD), tmp_path / "kernels.xclbin"
     offset_of_first = 456 + 24  # after struct axlf up to its sections, and the section's kind and name
     torn = [whole[:length] for length in [*range(0, 700, 7), *range(700, len(whole), 997), len(whole) - 1]]
-    for field in (offset_of_first, offset_of_first + 8):  # the section's offset and size
-        for value in (2**64 - 1, 2**63, len(whole)):
-            torn.append(whole[:field] + struct.pack("<Q", value) + whole[field + 8 :])
+    torn += [
+        whole[:field] + struct.pack("<Q", value) + whole[field + 8 :]
+        for field in (offset_of_first, offset_of_first + 8)  # the section's offset and size
+        for value in (2**64 - 1, 2**63, len(whole))
+    ]
     torn.append(whole[: 456 - 8] + struct.pack("<I", 2**32 - 1) + whole[456 - 4 :])
     for content in torn:
         path.write_bytes(content)
@@ -223,8 +220,8 @@ def test_choice_of_binding() -> None:
         Runtime(Path("/"), None, *present)
         for present in (("libxrt.so", True), ("libxrt.so", False), (None, True), (None, False))
     )
-    assert [choose_binding("auto", runtime) for runtime in (both, library, module)] == ["native", "native", "pyxrt"]
-    assert choose_binding("pyxrt", both) == "pyxrt" and choose_binding("native", both) == "native"
+    asked = (("auto", both), ("auto", library), ("auto", module), ("pyxrt", both), ("native", both))
+    assert [choose_binding(*each) for each in asked] == ["native", "native", "pyxrt", "pyxrt", "native"]
     with pytest.raises(DeviceError, match="Neither"):
         choose_binding("auto", none)
     with pytest.raises(ConfigError, match=r"binding='native'.*libxrt_coreutil"):
@@ -266,24 +263,18 @@ def test_an_optimizer_without_a_kernel() -> None:
     assert "update_device='host'" in caught.value.remedy and "Adagrad" in caught.value.remedy
 
 
-def example_state(step: Any) -> tuple[Array, ...]:
-    """Return the self-test's state after a step.
-
-    It must be finite, since a card's NaN may have other bits than the host's.
-    """
-    gradient, *state = np.random.default_rng(1).standard_normal((1 + len(ARRAYS[type(step)]), 50_000), np.float32)
-    return RULE_OF[type(step)](step, gradient, tuple(map(np.abs, state)))
-
-
 def test_kernels_of_the_package() -> None:
-    """The package's kernels agree with the description in names, arrays and steps, and with torch's optimizers."""
+    """The package's kernels agree with the description in names, arrays and steps, and with torch's optimizers.
+
+    State after the self-test's steps must be finite, since a card's NaN may have other bits than the host's.
+    """
     assert [kernel.name for kernel in of_package.KERNELS] == [kernel.name for kernel in KERNELS]
     for ours, described in zip(of_package.KERNELS, KERNELS, strict=True):
-        assert ours.num_arrays == len(described.arrays)
         example = ours.example()
-        assert type(example) is STEPS[described.name]
+        assert ours.num_arrays == len(described.arrays) and type(example) is STEPS[described.name]
         assert all(getattr(example, word) != 0 for word in described.words)
-        assert all(np.isfinite(array).all() for array in example_state(example))
+        gradient, *state = np.random.default_rng(1).standard_normal((1 + len(described.arrays), 50_000), np.float32)
+        assert np.isfinite(RULE_OF[type(example)](example, gradient, tuple(map(np.abs, state)))).all()
         for optimizer in ours.rule.optimizers:
             rule = rule_for(getattr(torch.optim, optimizer)([torch.nn.Parameter(torch.zeros(1))]))
             assert rule.name == optimizer and tuple(rule.arrays) == described.arrays
