@@ -1,6 +1,6 @@
 // Binds XRT's C++ classes for Python as the pyxrt of XRT 2.13 does, for tests on systems that come without it. Names,
 // overloads, enum values and shortcomings are the genuine module's: see signatures_2.13.json and
-// test_pyxrt_contract.py.
+// test_pyxrt_binding.py.
 //
 // Signatures depend on the order of registration: a class is bound before those whose functions take it, except where
 // the genuine module has it the other way round and a signature shows the C++ name.
