@@ -75,6 +75,11 @@ def build(
     return pl.Trainer(strategy=CountingStrategy(skipped_steps), callbacks=callbacks, **options), monitor, seen
 
 
+def assert_summary(monitor: StorageTrafficMonitor, expected: dict[str, float]) -> None:
+    """Assert that a monitor's summary has these values."""
+    assert {name: monitor.summary[f"io/{name}"] for name in expected} == pytest.approx(expected)
+
+
 def test_values_of_one_step(tmp_path: Path) -> None:
     """Every documented metric is right for a step of two seconds with known traffic."""
     clock = Clock()
@@ -124,8 +129,7 @@ def test_values_of_storage_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(CountingStrategy, "traffic", two_folders)
     trainer, monitor, _ = build(tmp_path)
     trainer.fit(Line(Clock()))
-    found = {name: value for name, value in monitor.summary.items() if "folder" in name}
-    assert found == pytest.approx(
+    assert {name: value for name, value in monitor.summary.items() if "folder" in name} == pytest.approx(
         {
             "io/folder0_GB": 300 / 1e9,
             "io/folder0_share": 0.25,
@@ -174,8 +178,7 @@ def test_skipped_steps(tmp_path: Path) -> None:
     """A skipped step moves nothing: bytes per parameter stay the same, bytes per step fall."""
     trainer, monitor, seen = build(tmp_path, skipped_steps=(0, 5))
     trainer.fit(Line())
-    assert monitor.summary["io/bytes_per_parameter"] == pytest.approx(27.5)
-    assert monitor.summary["io/shared_read_GB"] == pytest.approx(12_000 / 1e9 * 6 / 8)
+    assert_summary(monitor, {"bytes_per_parameter": 27.5, "shared_read_GB": 12_000 / 1e9 * 6 / 8})
     assert math.isnan(seen.values[0]["io/bytes_per_parameter"]) and seen.values[0]["io/shared_read_GB"] == 0
 
 
@@ -193,24 +196,19 @@ def test_validation_and_checkpoints_between_steps(tmp_path: Path) -> None:
     )
     trainer.fit(Line(clock))
     assert len(list((tmp_path / "saved").iterdir())) == 4
-    assert monitor.summary["io/shared_read_GB"] == pytest.approx(12_000 / 1e9)
-    assert monitor.summary["io/wait_s"] == pytest.approx(0.125)
-    assert monitor.summary["io/GBps"] == pytest.approx(27_500 / 2.0 / 1e9)
     # The fourth checkpoint falls on the last batch, so that its traffic is counted at the end of training.
-    assert monitor.summary["io/total_shared_read_TB"] == pytest.approx((8 * 12_000 + 4 * 9_000_000) / 1e12)
+    in_all = {"total_shared_read_TB": (8 * 12_000 + 4 * 9_000_000) / 1e12}
+    assert_summary(monitor, {"shared_read_GB": 12_000 / 1e9, "wait_s": 0.125, "GBps": 27_500 / 2.0 / 1e9, **in_all})
 
 
 def test_second_fit_of_one_trainer(tmp_path: Path) -> None:
     """Each fit counts from the beginning and projects only what remains."""
     trainer, monitor, _ = build(tmp_path)
-    trainer.fit(Line())
-    first = monitor.summary
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(Line())
-    second = monitor.summary
-    assert first["io/written_TB"] == pytest.approx(INITIALISATION_TB + 8 * 12_500 / 1e12)
-    assert second["io/written_TB"] == pytest.approx(INITIALISATION_TB + 16 * 12_500 / 1e12)
-    assert second["io/projected_TB"] == pytest.approx(second["io/written_TB"])
+    for epochs, steps in ((1, 8), (3, 16)):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(Line())
+        written = INITIALISATION_TB + steps * 12_500 / 1e12
+        assert_summary(monitor, {"written_TB": written, "projected_TB": written})
 
 
 def test_totals_continue_after_a_resume(tmp_path: Path) -> None:
@@ -261,24 +259,12 @@ def test_runs_that_log_little_or_nothing(tmp_path: Path, settings: dict[str, Any
     assert trainer.state.finished
 
 
-def test_evaluation_alone(tmp_path: Path) -> None:
-    """The monitor does nothing in an evaluation, whatever the strategy."""
-    trainer = pl.Trainer(
-        callbacks=[StorageTrafficMonitor()],
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
-    )
+def test_strategy_without_storage(tmp_path: Path) -> None:
+    """The error names the strategy and the one to use instead. The monitor does nothing in an evaluation."""
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(callbacks=[StorageTrafficMonitor()], default_root_dir=tmp_path, **options)
     trainer.validate(Line(), verbose=False)
     assert trainer.state.finished
-
-
-def test_strategy_without_storage(tmp_path: Path) -> None:
-    """The error names the strategy and the one to use instead."""
-    trainer = pl.Trainer(
-        callbacks=[StorageTrafficMonitor()], accelerator="cpu", logger=False, default_root_dir=tmp_path
-    )
     with pytest.raises(UnsupportedError, match=r"SingleDeviceStrategy.*smart_infinity"):
         trainer.fit(Line())
 
@@ -406,9 +392,8 @@ def test_nothing_updated() -> None:
 )
 def test_unknown_choice(build: object, named: str) -> None:
     """The error names the value and the choices."""
-    with pytest.raises(ConfigError, match=r"Use one of: ") as caught:
+    with pytest.raises(ConfigError, match=rf"{named}.*Use one of: "):
         build()  # type: ignore[operator]
-    assert named in str(caught.value)
 
 
 # ---- the monitor with the real strategy, in processes of their own
@@ -466,13 +451,17 @@ def test_values_are_those_of_the_strategy_on_all_ranks(devices: int, alone: Any,
     assert all(rank["summary"] == summary for rank in ranks)
     moved = sum(extent_bytes(rank["state_numel"]) for rank in ranks)
     numel = sum(rank["state_numel"] for rank in ranks)
-    assert summary["io/shared_read_GB"] == pytest.approx(moved / 1e9)
-    assert summary["io/shared_write_GB"] == pytest.approx(moved / 1e9) and summary["io/internal_write_GB"] == 0
-    assert summary["io/bytes_per_parameter"] == pytest.approx(2 * moved / numel)
     written = sum(rank["traffic"]["shared_write_bytes"] for rank in ranks)
-    assert summary["io/written_TB"] == pytest.approx(written / 1e12)
-    assert summary["io/projected_TB"] == pytest.approx(written / 1e12) and summary["io/GBps"] > 0
-    assert 0 < summary["io/wait_share"] < 1
+    expected = {
+        "io/shared_read_GB": moved / 1e9,
+        "io/shared_write_GB": moved / 1e9,
+        "io/internal_write_GB": 0,
+        "io/bytes_per_parameter": 2 * moved / numel,
+        "io/written_TB": written / 1e12,
+        "io/projected_TB": written / 1e12,
+    }
+    assert {name: summary[name] for name in expected} == pytest.approx(expected)
+    assert summary["io/GBps"] > 0 and 0 < summary["io/wait_share"] < 1
     assert_logged(folder, summary)
 
 
@@ -480,9 +469,9 @@ def test_resume_in_a_new_process(alone: Any, tmp_path: Path) -> None:
     """Totals continue from the checkpoint, and values of a step do not change."""
     folder, (first,) = alone
     (second,) = on_ranks(train, tmp_path, "1", folder / "saved.ckpt", ranks=1)
-    own = second["traffic"]["shared_write_bytes"] / 1e12
-    assert second["summary"]["io/written_TB"] == pytest.approx(first["summary"]["io/written_TB"] + own)
-    assert second["summary"]["io/shared_write_GB"] == pytest.approx(first["summary"]["io/shared_write_GB"])
+    own = {"io/written_TB": second["traffic"]["shared_write_bytes"] / 1e12, "io/shared_write_GB": 0}
+    expected = {name: first["summary"][name] + more for name, more in own.items()}
+    assert {name: second["summary"][name] for name in own} == pytest.approx(expected)
 
 
 def extent_bytes(numel: int) -> int:

@@ -1,11 +1,23 @@
-"""``Trainer(strategy="smart_infinity")`` and ``Fabric`` work in new interpreters, whatever the order of imports."""
+"""The strategy is found by its name, in new interpreters, by LightningCLI, and whatever the order of imports."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from lightning.fabric import Fabric
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
+from lightning_smartinfinity import ActivationOffload, ConfigError, SmartInfinityStrategy, TopK, _autoload
 from tests.helpers.fresh_python import fresh_python
 
 IS_REGISTERED = """
@@ -97,3 +109,228 @@ def test_training_by_name(tmp_path: Path) -> None:
         "fabric moved True",
     ]
     assert not list((tmp_path / "smart_infinity").glob("*/*"))
+
+
+# ---- LightningCLI takes the strategy by name, by class path and from a configuration file
+
+
+CLASS_PATH = "lightning_smartinfinity.SmartInfinityStrategy"
+COMMON = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
+YAML = f"""
+trainer:
+  strategy:
+    class_path: {CLASS_PATH}
+    init_args:
+      storage: [{{folder}}/nvme0, {{folder}}/nvme1]
+      transfer:
+        tasklet_bytes: 1048576
+        num_buffers: 8
+        durability: power
+      compression:
+        class_path: lightning_smartinfinity.TopK
+        init_args:
+          ratio: 0.02
+          error_feedback: false
+      activations:
+        budget_bytes: 8GB
+      zero:
+        reduce_bucket_size: 1000000
+"""
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning:lightning.pytorch.cli")
+
+
+def written(config: str, folder: Path) -> str:
+    """Write a configuration that uses this folder there, and return the argument that names it."""
+    (folder / "config.yaml").write_text(config.format(folder=folder))
+    return f"--config={folder / 'config.yaml'}"
+
+
+def strategy_from(*arguments: str) -> SmartInfinityStrategy:
+    cli = LightningCLI(
+        BoringModel, BoringDataModule, args=[*COMMON, *arguments], run=False, seed_everything_default=False
+    )
+    strategy = cli.trainer.strategy
+    assert type(strategy) is SmartInfinityStrategy
+    return strategy
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--trainer.strategy=smart_infinity"],
+        ["--trainer.strategy", "smart_infinity"],
+        [f"--trainer.strategy.class_path={CLASS_PATH}"],
+        ["--trainer.strategy.class_path", "lightning_smartinfinity.strategy.SmartInfinityStrategy"],
+    ],
+    ids=" ".join,
+)
+def test_strategy_on_the_command_line(arguments: list[str]) -> None:
+    """The name and the class path both give our strategy, with default settings."""
+    assert strategy_from(*arguments)._settings.storage is None
+
+
+def test_settings_in_a_file(tmp_path: Path) -> None:
+    """``class_path`` and ``init_args`` reach the constructor with their types."""
+    strategy = strategy_from(written(YAML, tmp_path))
+    settings = strategy._settings
+    assert settings.storage == (tmp_path / "nvme0", tmp_path / "nvme1")
+    assert (settings.transfer.num_buffers, settings.transfer.durability) == (8, "power")
+    expected = (TopK(0.02, error_feedback=False), ActivationOffload(budget_bytes=8_000_000_000))
+    assert (settings.compression, settings.activations) == expected
+    assert strategy.config["zero_optimization"]["reduce_bucket_size"] == 1_000_000  # type: ignore[index]
+
+
+def test_sizes_with_their_units(tmp_path: Path) -> None:
+    """Sizes may be text, on the command line and in a file."""
+    config = written(YAML.replace("1048576", "4MB\n        dram_cache_bytes: 8GiB"), tmp_path)
+    strategy = strategy_from(config, "--trainer.strategy.init_args.transfer.dram_cache_bytes=1GB")
+    transfer = strategy._settings.transfer
+    assert (transfer.tasklet_bytes, transfer.dram_cache_bytes, transfer.num_buffers) == (4_000_000, 10**9, 8)
+
+
+def test_a_misspelt_setting_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command ends with a message that names the setting that was meant."""
+    config = written(YAML.replace("num_buffers", "num_bufers"), tmp_path)
+    with pytest.raises((ValueError, SystemExit)) as ended:  # jsonargparse quotes our error in its own
+        strategy_from(config)
+    assert "Did you mean 'num_buffers'?" in f"{ended.value} {capsys.readouterr().err}"
+
+
+def test_a_fit_that_resumes_if_it_can(tmp_path: Path) -> None:
+    """``--ckpt_path storage-or-new`` begins where there is nothing, and resumes from the newest checkpoint."""
+    steps = []
+    for most in ("1", "2"):
+        options = {"default_root_dir": str(tmp_path), "max_steps": most, "limit_val_batches": "0"}
+        options |= {"strategy": "smart_infinity", "enable_model_summary": "false", "enable_progress_bar": "false"}
+        arguments = [f"--trainer.{name}={value}" for name, value in options.items()]
+        cli = LightningCLI(
+            BoringModel,
+            BoringDataModule,
+            args=["fit", *COMMON, *arguments, "--ckpt_path", "storage-or-new"],
+            seed_everything_default=False,
+            save_config_callback=None,
+        )
+        steps.append((cli.trainer.ckpt_path, cli.trainer.global_step))
+    assert steps[0] == (None, 1) and steps[1][1] == 2 and str(steps[1][0]).endswith("step=1.ckpt")
+
+
+# ---- the post-import hook leaves the hooked module as it was and is silent when it fails
+
+
+TARGET = "lightning_smartinfinity_hook_target"
+SOURCE = "LOADS = globals().get('LOADS', 0) + 1\nStrategyRegistry = None\n"
+
+
+@pytest.fixture
+def registrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of registered modules. A module to be imported and hooked is on the path."""
+    (tmp_path / f"{TARGET}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[str] = []
+    monkeypatch.setitem(_autoload._REGISTRARS, TARGET, lambda module: seen.append(module.__name__))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield seen
+    sys.modules.pop(TARGET, None)
+
+
+def hooks() -> list[object]:
+    return [finder for finder in sys.meta_path if type(finder).__module__ == _autoload.__name__]
+
+
+def test_module_is_registered_with_after_its_import(registrations: list[str]) -> None:
+    """A module imported after the installation is registered once and keeps its own loader."""
+    _autoload.install()
+    module = importlib.import_module(TARGET)
+    assert registrations == [TARGET] and isinstance(module.__loader__, SourceFileLoader)
+    assert module.__spec__ is not None and module.__spec__.loader is module.__loader__
+    assert inspect.getsource(module) == SOURCE
+
+
+def test_module_loaded_before_is_registered_with_at_once(registrations: list[str]) -> None:
+    """A module imported before the installation is registered at once."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in hooks()]
+    importlib.import_module(TARGET)
+    assert registrations == []
+    _autoload.install()
+    assert registrations == [TARGET]
+
+
+def test_a_failing_import_fails_as_it_would_alone(registrations: list[str], tmp_path: Path) -> None:
+    """The user sees the module's own error, and the next import works."""
+    (tmp_path / f"{TARGET}.py").write_text("raise ZeroDivisionError")
+    _autoload.install()
+    with pytest.raises(ZeroDivisionError):
+        importlib.import_module(TARGET)
+    assert registrations == []
+    (tmp_path / f"{TARGET}.py").write_text(SOURCE + "# of another size than before\n")
+    importlib.invalidate_caches()
+    importlib.import_module(TARGET)
+    assert registrations == [TARGET]
+
+
+def test_failed_registration_is_swallowed(
+    registrations: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A failed registration never breaks an import. A debug variable shows its traceback."""
+    monkeypatch.setitem(_autoload._REGISTRARS, TARGET, lambda module: 1 // 0)
+    _autoload.install()
+    importlib.import_module(TARGET)
+    _autoload.install()
+    assert capfd.readouterr().err == ""
+    monkeypatch.setenv("SMART_INFINITY_AUTOLOAD_DEBUG", "1")
+    _autoload.install()
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_what_cannot_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing installation does not make install raise.
+
+    A Lightning module without the registry is left alone, such as one still being executed.
+    """
+    _autoload._register_with_trainer(ModuleType("lightning.pytorch.strategies"))
+    monkeypatch.setattr(_autoload, "_install_finder", lambda: 1 // 0)
+    _autoload.install()
+
+
+@pytest.mark.parametrize("name", ["smart_infinity", "smart-infinity"])
+def test_name_that_the_user_registered_stays_theirs(name: str) -> None:
+    """A preset that the user registered under the name, or under one like it, is kept."""
+    module = ModuleType("lightning.pytorch.strategies")
+    module.StrategyRegistry = registry = _StrategyRegistry()  # type: ignore[attr-defined]
+    registry.register(name, dict, storage="mine")
+    _autoload._register_with_trainer(module)
+    assert registry.get(name) == {"storage": "mine"}
+
+
+@pytest.mark.parametrize("name", ["Smart-Infinity", "smart infinity", "smart_infinty", "SmartInfinityFabricStrategy"])
+@pytest.mark.parametrize("user", [Trainer, Fabric])
+def test_another_spelling_of_the_name(name: str, user: Callable[..., object]) -> None:
+    """Trainer and Fabric answer it with the name of the strategy."""
+    _autoload.install()
+    told = rf"strategy={name.lower()!r} is no name.*Write strategy='smart_infinity'\."
+    with pytest.raises(ConfigError, match=told):
+        user(strategy=name, accelerator="cpu", devices=1)
+
+
+def test_reload_leaves_one_finder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reload of the package removes the old finder."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    _autoload.install()
+    importlib.reload(_autoload).install()
+    assert len(hooks()) == 1
+
+
+def test_other_finders_that_ask_everybody_else(registrations: list[str]) -> None:
+    """A finder that delegates to all others, as ours does, causes no endless recursion."""
+
+    class Delegating:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+            others = [finder for finder in sys.meta_path if finder is not self]
+            return next((spec for o in others if (spec := o.find_spec(name, path, target))), None)  # type: ignore
+
+    _autoload.install()
+    sys.meta_path.append(Delegating())  # type: ignore[arg-type]
+    importlib.import_module(TARGET)
+    assert registrations == [TARGET]

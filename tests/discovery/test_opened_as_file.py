@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import deepspeed
 import lightning.pytorch as pl
@@ -43,15 +44,12 @@ def checkpoint(trainer: pl.Trainer) -> Path:
     return path
 
 
-def by_a_plain_trainer(checkpoint: Path) -> None:
-    plain = quiet_trainer(checkpoint.parent, "auto", precision="32-true")
-    plain.fit(LitTiny(RECIPE), ckpt_path=checkpoint)
-
-
 OPENED: dict[str, Callable[[Path], object]] = {
     "torch.load": torch.load,
     "load_from_checkpoint": lambda checkpoint: LitTiny.load_from_checkpoint(checkpoint, recipe=RECIPE),
-    "a Trainer with another strategy": by_a_plain_trainer,
+    "a Trainer with another strategy": lambda checkpoint: quiet_trainer(
+        checkpoint.parent, "auto", precision="32-true"
+    ).fit(LitTiny(RECIPE), ckpt_path=checkpoint),
 }
 
 
@@ -81,8 +79,7 @@ def test_a_program_that_ends_by_it(tmp_path: Path) -> None:
         text=True,
         timeout=PROCESS_LIMIT,
     )
-    assert ended.returncode == 1
-    assert ended.stderr.split("IsADirectoryError")[1].endswith("\nMake a file of it.\n")
+    assert ended.returncode == 1 and ended.stderr.split("IsADirectoryError")[1].endswith("\nMake a file of it.\n")
 
 
 @pytest.mark.parametrize(
@@ -99,18 +96,16 @@ def test_a_program_that_ends_by_it(tmp_path: Path) -> None:
 )
 def test_another_error(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is shown by the hook that was there before, and nothing is printed besides."""
-    shown: list[object] = []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ours.ckpt").mkdir()
     (tmp_path / "ours.ckpt" / NOTE_NAME).touch()
-    monkeypatch.setattr(sys, "excepthook", lambda *seen: shown.extend(seen))
-    checkpoint_hint.install()
-    checkpoint_hint.install()
-    written: list[str] = []
-    monkeypatch.setattr(sys.stderr, "write", written.append)
+    shown, written = Mock(), Mock()
+    monkeypatch.setattr(sys, "excepthook", shown)
+    for _ in range(2):
+        checkpoint_hint.install()
+    monkeypatch.setattr(sys.stderr, "write", written)
     sys.excepthook(type(error), error, None)
-    assert shown == [type(error), error, None]
-    assert written == []
+    assert (shown.mock_calls, written.mock_calls) == ([call(type(error), error, None)], [])
 
 
 @pytest.mark.parametrize("universal", [False, True])
@@ -124,8 +119,7 @@ def test_a_folder_that_someone_finds(
     text = (checkpoint / NOTE_NAME).read_text()
     (command,) = (line.strip() for line in text.splitlines() if "--to lightning" in line)
     name, *arguments = shlex.split(command)
-    assert name == "smart-infinity"
-    assert main(arguments) == 0
+    assert name == "smart-infinity" and main(arguments) == 0
     module = LitTiny.load_from_checkpoint("module.ckpt", recipe=RECIPE)
     saved = torch.load("module.ckpt", weights_only=False)["state_dict"]
     assert all(torch.equal(values, saved[key]) for key, values in module.state_dict().items())
