@@ -69,11 +69,13 @@ def build(sanitize: str = "") -> EmulatorBuild:
 def _configure(folder: Path, sanitize: str) -> None:
     settings = {"SMART_INFINITY_MORE_KERNELS": str(ROOT / "tests/xrt/probe_kernel.cpp")}
     if sanitize:
-        settings["CMAKE_BUILD_TYPE"] = "Debug"
-        settings["CMAKE_UNITY_BUILD"] = "ON"  # nearly all of the time goes into headers
-        settings["SMART_INFINITY_SANITIZE"] = sanitize
-        settings["SMART_INFINITY_BUILD_STRESS"] = "ON"
-        settings["SMART_INFINITY_CARD_KERNELS"] = "OFF"
+        settings |= {
+            "CMAKE_BUILD_TYPE": "Debug",
+            "CMAKE_UNITY_BUILD": "ON",  # nearly all of the time goes into headers
+            "SMART_INFINITY_SANITIZE": sanitize,
+            "SMART_INFINITY_BUILD_STRESS": "ON",
+            "SMART_INFINITY_CARD_KERNELS": "OFF",
+        }
     options = [f"-D{name}={value}" for name, value in settings.items()]
     run("cmake", "-S", ROOT / "hls/emulator", "-B", folder, "-G", "Ninja", *options)
 

@@ -28,7 +28,6 @@ __all__ = [
     "NUMEL",
     "STEP",
     "TASKLET",
-    "CardCase",
     "CardState",
     "bound",
     "card_state",
@@ -103,49 +102,22 @@ class CardState:
             np.testing.assert_array_equal(found, expected)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CardCase:
-    """The settings of a card.
-
-    Args:
-        tasklet_numel: Elements of all tasklets but the last; 0 means that there is one tasklet.
-        binding: How the card is called; None: by XRT's library.
-        card: Which card.
-        gradient_buffer_bytes: As in CardOptions; 0 means enough for fp32.
-        parameter_bytes: Likewise.
-        timeout_ms: As in CardOptions.
-        through_file: Whether gradients go through a file.
-        gradient_path: An existing file that gradients go through instead.
-        num_buffers: Number of the pipeline's buffers.
-        compute_threads: Number of the pipeline's compute threads.
-    """
-
-    tasklet_numel: int = 0
-    binding: PyxrtBinding | None = None
-    card: int = 0
-    gradient_buffer_bytes: int = 0
-    parameter_bytes: int = 0
-    timeout_ms: int = 60_000
-    through_file: bool = False
-    gradient_path: Path | None = None
-    num_buffers: int = 3
-    compute_threads: int = 2
-
-    def gradient_file(self, folder: Path, nbytes: int) -> StateFile | None:
-        """Return the file that gradients go through, with room for so many bytes of each buffer, or None."""
-        if self.gradient_path is not None:
-            return StateFile(str(self.gradient_path), direct=False)
-        if not self.through_file:
-            return None
-        path = folder / f"gradients-{self.card}"
-        with path.open("wb") as file:
-            file.truncate(self.num_buffers * align(nbytes))
-        return StateFile(str(path), direct=takes_direct(folder))
-
-
 @contextmanager
 def card_state(
-    folder: Path, cards: EmulatedCards, step: object, numel: int, case: CardCase = CardCase()
+    folder: Path,
+    cards: EmulatedCards,
+    step: object,
+    numel: int,
+    *,
+    tasklet_numel: int = 0,
+    binding: PyxrtBinding | None = None,
+    card: int = 0,
+    gradient_buffer_bytes: int = 0,
+    parameter_bytes: int = 0,
+    timeout_ms: int = 60_000,
+    gradient_path: Path | None = None,
+    num_buffers: int = 3,
+    compute_threads: int = 2,
 ) -> Iterator[CardState]:
     """Yield a partition for the rule of a step.
 
@@ -154,31 +126,44 @@ def card_state(
         cards: The machine's cards.
         step: A step of the rule.
         numel: Number of elements.
-        case: Settings of the card.
+        tasklet_numel: Elements of all tasklets but the last; 0 means that there is one tasklet.
+        binding: How the card is called; None: by XRT's library.
+        card: Which card.
+        gradient_buffer_bytes: As in CardOptions; 0 means enough for fp32.
+        parameter_bytes: Likewise.
+        timeout_ms: As in CardOptions.
+        gradient_path: The file that gradients go through, if they do; made unless it exists.
+        num_buffers: Number of the pipeline's buffers.
+        compute_threads: Number of the pipeline's compute threads.
     """
     num_arrays = len(ARRAYS_OF[type(step)])
     sides = []
-    for name in (f"card-{case.card}", f"host-{case.card}"):
+    for name in (f"card-{card}", f"host-{card}"):
         (folder / name).mkdir(parents=True)
-        sides.append(StoredState(folder / name, numel, tasklet_numel=case.tasklet_numel, num_arrays=num_arrays))
+        sides.append(StoredState(folder / name, numel, tasklet_numel=tasklet_numel, num_arrays=num_arrays))
     stored, host = sides
-    opened = Card(case.binding) if case.binding else Card.open(case.card, xclbin=str(cards.build.xclbin))
+    opened = Card(binding) if binding else Card.open(card, xclbin=str(cards.build.xclbin))
     largest = align(4 * stored.tasklet_numel)
-    gradient_buffer_bytes = case.gradient_buffer_bytes or largest
+    gradient_file = None
+    if gradient_path is not None:
+        exists = gradient_path.exists()
+        if not exists:
+            gradient_path.write_bytes(bytes(num_buffers * largest))
+        gradient_file = StateFile(str(gradient_path), direct=not exists and takes_direct(folder))
     options = CardOptions(
         card=opened,
         kernel=_KERNELS[type(step)],
-        gradient_buffer_bytes=gradient_buffer_bytes,
-        parameter_bytes=case.parameter_bytes or largest,
-        timeout_ms=case.timeout_ms,
-        gradient_file=case.gradient_file(folder, gradient_buffer_bytes),
+        gradient_buffer_bytes=gradient_buffer_bytes or largest,
+        parameter_bytes=parameter_bytes or largest,
+        timeout_ms=timeout_ms,
+        gradient_file=gradient_file,
     )
     pipeline = Pipeline(
         files=stored.files,
         identity=stored.identity,
         buffer_bytes=stored.extent_bytes,
-        num_buffers=case.num_buffers,
-        compute_threads=case.compute_threads,
+        num_buffers=num_buffers,
+        compute_threads=compute_threads,
         card=options,
     )
     opened.close()
@@ -198,8 +183,7 @@ GRADIENT, *ARRAYS = random_arrays(STEP, NUMEL, 11, special=False)
 @contextmanager
 def small_state(folder: Path, cards: EmulatedCards, **settings: Any) -> Iterator[CardState]:
     """Yield a small partition with some state, in five tasklets unless the settings of its card say otherwise."""
-    case = CardCase(**{"tasklet_numel": TASKLET, **settings})
-    with card_state(folder, cards, STEP, NUMEL, case) as state:
+    with card_state(folder, cards, STEP, NUMEL, **{"tasklet_numel": TASKLET, **settings}) as state:
         state.write(*ARRAYS)
         yield state
 

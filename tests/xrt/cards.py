@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.helpers.waiting import LIMIT
@@ -147,9 +146,10 @@ class EmulatedCards:
 
     def events(self, *names: str, card: int | None = None) -> list[Event]:
         """Return the events of all cards since :meth:`reset`, in one order; of these names only, if any are given."""
+        lines = self._calls.smart_infinity_card_events().decode().splitlines()
         return [
             event
-            for event in self._all_events()
+            for event in map(Event.parse, lines)
             if event.name in (names or (event.name,)) and card in (None, event.card)
         ]
 
@@ -164,9 +164,6 @@ class EmulatedCards:
             if time.monotonic() > until:
                 raise TimeoutError(f"no {count} events {name!r} in {timeout} s: {self.events()}")
             time.sleep(0.001)
-
-    def _all_events(self) -> Iterator[Event]:
-        return map(Event.parse, self._calls.smart_infinity_card_events().decode().splitlines())
 
     def _call(self, name: str, *arguments: object) -> None:
         error = getattr(self._calls, f"smart_infinity_card_{name}")(*arguments)

@@ -32,34 +32,39 @@ from tests.helpers.native_testing import sync_from_card, sync_to_card
 from tests.helpers.runif import RunIf
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Array, Run
-from tests.xrt.card_state import CardCase, CardState, bound, card_state
+from tests.xrt.card_state import (
+    GRADIENT,
+    NUMEL,
+    STEP,
+    CardState,
+    bound,
+    card_state,
+    runs_of,
+    small_state,
+)
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)
 
 
-def update_both(state: CardState, runs_of: Any, steps: list[Any], numel: int) -> None:
-    """Update on card and host, and assert equal parameters and storage; ``runs_of`` gets the parameters' memory."""
+def update_both(state: CardState, runs_into: Any, steps: list[Any], numel: int) -> None:
+    """Update on card and host, and assert equal parameters and storage; ``runs_into`` gets the parameters' memory."""
     on_card, on_host = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
-    failure = state.update(runs_of(on_card), steps)
-    assert failure is None, failure
-    assert state.host.work(Operation.UPDATE, runs_of(on_host), steps) is None
+    assert state.update(runs_into(on_card), steps) is None
+    assert state.host.work(Operation.UPDATE, runs_into(on_host), steps) is None
     np.testing.assert_array_equal(on_card, on_host)
     state.assert_same()
 
 
 def test_time_of_kernels(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """It is that of the runs, without the transfers before and after them."""
-    step, numel, num_runs, run_seconds = STEPS["adamw"], 6_100, 3, 0.02
-    emulated_cards.set("latency_us", int(run_seconds * 1e6))
+    emulated_cards.set("latency_us", 20_000)
     emulated_cards.set("dma_mib_per_s", 1)
-    with card_state(tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=3_000)) as state:
-        gradient, *arrays = random_arrays(step, numel, 0, special=False)
-        state.write(*arrays)
-        update_both(state, lambda parameter: [Run(0, numel, 0, gradient, DType.FLOAT32, parameter)], [step], numel)
+    with small_state(tmp_path, emulated_cards) as state:
+        update_both(state, runs_of, [STEP], NUMEL)
         counters = state.pipeline.counters()
-    assert counters.kernel_seconds >= num_runs * run_seconds
-    assert counters.compute_seconds - counters.kernel_seconds >= 4 * numel / (1 << 20)
+    assert counters.kernel_seconds >= 5 * 0.02
+    assert counters.compute_seconds - counters.kernel_seconds >= 4 * NUMEL / (1 << 20)
 
 
 def test_groups_meet(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
@@ -75,7 +80,7 @@ def test_groups_meet(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
         if random.integers(5)
     ]
 
-    def runs_of(parameter: Array) -> list[Run]:
+    def varied(parameter: Array) -> list[Run]:
         runs = []
         for index, (first, last, number, gradient_dtype, parameter_dtype) in enumerate(plan):
             memory = None if index % 6 == 5 else parameter[first:].view(np.uint8)
@@ -83,25 +88,21 @@ def test_groups_meet(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
             runs.append(Run(first, last - first, number, values, gradient_dtype, memory, parameter_dtype))
         return runs
 
-    with card_state(tmp_path, emulated_cards, steps[0], numel, CardCase(tasklet_numel=1_500)) as state:
+    with card_state(tmp_path, emulated_cards, steps[0], numel, tasklet_numel=1_500) as state:
         state.write(*arrays)
         for _ in range(2):
-            update_both(state, runs_of, steps, numel)
+            update_both(state, varied, steps, numel)
 
 
 def test_neighbours_of_one_step_are_one_run(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    step = STEPS["adamw"]
-    gradient, *arrays = random_arrays(step, 1_000, 0, special=False)
+    def neighbours(parameter: Array) -> list[Run]:
+        return [Run(at, 5, 0, GRADIENT[at:], parameter=parameter[at:]) for at in range(0, NUMEL, 5)]
 
-    def runs_of(parameter: Array) -> list[Run]:
-        return [Run(at, 10, 0, gradient[at:], parameter=parameter[at:]) for at in range(0, 1_000, 10)]
-
-    with card_state(tmp_path, emulated_cards, step, 1_000) as state:
-        state.write(*arrays)
-        update_both(state, runs_of, [step], 1_000)
-    assert emulated_cards.counter("runs_completed") == 1
+    with small_state(tmp_path, emulated_cards, tasklet_numel=0) as state:
+        update_both(state, neighbours, [STEP], NUMEL)
     # To the card: the gradient and a cleared status; from it: the parameters and the status.
-    assert (emulated_cards.counter("syncs_to"), emulated_cards.counter("syncs_from")) == (2, 2)
+    counters = ("runs_completed", "syncs_to", "syncs_from")
+    assert [emulated_cards.counter(name) for name in counters] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("route", ["host", "storage"])
@@ -113,9 +114,7 @@ def test_parameters_on_a_cuda_device(
 
     CUDA registers only other memory than the card's, and io_uring, which could register it, is not used.
     """
-    numel, step, stream = 5_000, STEPS["adamw"], CudaStream(CudaDevice(0))
-    gradient, *arrays = random_arrays(step, numel, 12, special=False)
-    parameter, expected = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
+    parameter, expected = np.zeros(NUMEL, np.float32), np.zeros(NUMEL, np.float32)
     binding, peers = bound(emulated_cards), list[range]()
     allocate = binding.allocate
 
@@ -128,18 +127,16 @@ def test_parameters_on_a_cuda_device(
     monkeypatch.setattr(binding, "allocate", watched)
     fake_cuda.clear()
     fake_cuda.delay(1, 300)
-    case = CardCase(tasklet_numel=1_500, binding=binding, through_file=route == "storage")
-    with card_state(tmp_path, emulated_cards, step, numel, case) as state:
-        state.write(*arrays)
-        tasklets = state.stored.tasklets([Run(7, numel - 7, 0, gradient[7:], parameter=parameter[7:])])
-        state.pipeline.submit(Batch(Operation.UPDATE, tasklets, [step], stream))
-        assert state.finish() is None
-        assert state.pipeline.io_engine == "threads"
-        runs = [Run(7, numel - 7, 0, gradient[7:], parameter=expected[7:])]
-        assert state.host.work(Operation.UPDATE, runs, [step]) is None
+    gradients = tmp_path / "gradients" if route == "storage" else None
+    with small_state(tmp_path, emulated_cards, binding=binding, gradient_path=gradients) as state:
+        on_card, on_host = ([Run(7, NUMEL - 7, 0, GRADIENT[7:], parameter=each[7:])] for each in (parameter, expected))
+        tasklets = state.stored.tasklets(on_card)
+        state.pipeline.submit(Batch(Operation.UPDATE, tasklets, [STEP], CudaStream(CudaDevice(0))))
+        assert state.finish() is None and state.pipeline.io_engine == "threads"
+        assert state.host.work(Operation.UPDATE, on_host, [STEP]) is None
         state.assert_same()
     np.testing.assert_array_equal(parameter, expected)
-    assert fake_cuda.calls().count("cuMemcpyHtoDAsync_v2") == 4
+    assert fake_cuda.calls().count("cuMemcpyHtoDAsync_v2") == 5
     registered = [line.split()[1:] for line in fake_cuda.log() if line.startswith("cuMemHostRegister")]
     assert registered and len(peers) == 3 * (2 if route == "storage" else 1)
     for begin, nbytes in ((int(address), int(size)) for address, size in registered):
@@ -153,20 +150,16 @@ def test_parameters_on_a_cuda_device(
 )
 def test_a_bad_compressed_gradient(tmp_path: Path, emulated_cards: EmulatedCards, is_sparse: bool, errors: str) -> None:
     """The kernel reports the bad gradient, and the host, which takes over, refuses it."""
-    step, numel = STEPS["adamw"], 5_000
-    gradient, *arrays = random_arrays(step, numel, 13, special=False)
-    payload = compress(gradient, 0.1, DType.FLOAT32) if is_sparse else block_scaled_codes(gradient).payload()
+    payload = compress(GRADIENT, 0.1, DType.FLOAT32) if is_sparse else block_scaled_codes(GRADIENT).payload()
     payload.indices.view(np.uint16)[3] = 0xFFFF  # or two exponents
-    memory, parameter = np.frombuffer(payload.tobytes(), np.uint8).copy(), np.zeros(numel, np.float32)
-    runs = [Run(0, numel, 0, parameter=parameter)]
-    with card_state(tmp_path, emulated_cards, step, numel) as state:
-        state.write(*arrays)
+    memory, parameter = np.frombuffer(payload.tobytes(), np.uint8).copy(), np.zeros(NUMEL, np.float32)
+    runs = [Run(0, NUMEL, 0, parameter=parameter)]
+    with small_state(tmp_path, emulated_cards, tasklet_numel=0) as state:
         state.stored.payloads = {0: memory}
-        failure = state.update(runs, [step])
+        failure = state.update(runs, [STEP])
         assert failure is not None and failure.kind == "device"
-        assert f"the kernel reports errors ({errors})" in failure.message
-        assert not parameter.any()
-        failure = state.stored.work(Operation.UPDATE, runs, [step])
+        assert f"the kernel reports errors ({errors})" in failure.message and not parameter.any()
+        failure = state.stored.work(Operation.UPDATE, runs, [STEP])
         assert failure is not None and failure.kind == "gradient"
 
 
@@ -221,25 +214,25 @@ def of_numel(numel: int) -> Tasklet:
 
 def test_batches_that_a_card_cannot_work(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     step, gradient = STEPS["adamw"], np.ones(3_000, np.float32)
-    with card_state(
-        tmp_path, emulated_cards, step, 3_000, CardCase(gradient_buffer_bytes=8192, parameter_bytes=8192)
-    ) as state:
+    with card_state(tmp_path, emulated_cards, step, 3_000, gradient_buffer_bytes=8192, parameter_bytes=8192) as state:
         half = {"gradient": encode(gradient, DType.FLOAT16), "gradient_dtype": DType.FLOAT16}
-
-        def refused(message: str, run: Run, *, master_in_parameter: bool = False, **changes: Any) -> None:
-            tasklets = state.stored.tasklets([run], master_in_parameter=master_in_parameter)
-            batch = Batch(changes.get("operation", Operation.UPDATE), tasklets, changes.get("steps", [step]))
+        plain, whole = Run(0, 3_000, 0, **half), Run(0, 3_000, 0, **half, parameter=gradient)
+        for message, tasklets, operation, steps in (
+            ("gradient does not fit", [of_numel(2**29)], Operation.UPDATE, [step]),
+            ("at most 536870912 elements", [of_numel(2**29 + 1)], Operation.UPDATE, [step]),
+            ("UPDATE only", state.stored.tasklets([Run(0, 3_000)]), Operation.READ, []),
+            ("has no SgdStep", state.stored.tasklets([plain]), Operation.UPDATE, [step, STEPS["sgd"]]),
+            ("gradient does not fit", state.stored.tasklets([Run(0, 3_000, 0, gradient)]), Operation.UPDATE, [step]),
+            ("parameters do not fit", state.stored.tasklets([whole]), Operation.UPDATE, [step]),
+            (
+                "reads the master from storage",
+                state.stored.tasklets([whole], master_in_parameter=True),
+                Operation.UPDATE,
+                [step],
+            ),
+        ):
             with pytest.raises(ValueError, match=message):
-                state.pipeline.submit(batch)
-
-        for numel, message in ((2**29, "gradient does not fit"), (2**29 + 1, "at most 536870912 elements")):
-            with pytest.raises(ValueError, match=message):
-                state.pipeline.submit(Batch(Operation.UPDATE, [of_numel(numel)], [step]))
-        refused("UPDATE only", Run(0, 3_000), operation=Operation.READ, steps=[])
-        refused("has no SgdStep", Run(0, 3_000, 0, **half), steps=[step, STEPS["sgd"]])
-        refused("gradient does not fit", Run(0, 3_000, 0, gradient))
-        refused("parameters do not fit", Run(0, 3_000, 0, **half, parameter=gradient))
-        refused("reads the master from storage", Run(0, 3_000, 0, **half, parameter=gradient), master_in_parameter=True)
+                state.pipeline.submit(Batch(operation, tasklets, steps))
         state.stored.payloads = {0: np.frombuffer(compress(gradient, 0.9, DType.FLOAT32).tobytes(), np.uint8).copy()}
         with pytest.raises(ValueError, match="payload does not fit"):
             state.update([Run(0, 3_000, 0)], [step])
@@ -259,11 +252,11 @@ def test_memory_on_the_card(emulated_cards: EmulatedCards) -> None:
     card.close()
     with pytest.raises(ValueError, match="it is closed"):
         card.group("adamw_update", 1)
-    assert emulated_cards.counter("num_buffers") == before + 2
     assert direct.nbytes == 4096 and direct.address % 4096 == 0
     sync_to_card(normal, 4096, 4096)
     sync_from_card(normal, 8192)
-    assert emulated_cards.counter("bytes_to") == 4096 and emulated_cards.counter("bytes_from") == 8192
+    counters = {"num_buffers": before + 2, "bytes_to": 4096, "bytes_from": 8192}
+    assert {name: emulated_cards.counter(name) for name in counters} == counters
     with pytest.raises(ValueError, match="4096 bytes at 8192 leave its 8192"):
         sync_to_card(normal, 4096, 8192)
     del normal, direct

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from lightning_smartinfinity import DeviceError
@@ -23,9 +25,12 @@ from tests.helpers.runif import RunIf
 from tests.pipeline.harness import Case
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.long_run import DTYPES
-from tests.xrt.pyxrt import current
-from tests.xrt.test_device_deadlines import test_no_such_card_kernel_or_file, test_too_little_memory
-from tests.xrt.test_device_failures import test_close_with_a_hung_run
+from tests.xrt.pyxrt import current, expected, signatures
+from tests.xrt.test_device_failures import (
+    test_close_with_a_hung_run,
+    test_no_such_card_kernel_or_file,
+    test_too_little_memory,
+)
 
 __all__ = [
     "test_close_with_a_hung_run",
@@ -82,6 +87,7 @@ def test_self_test(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: p
     """Sound cards pass the self-test. Without pyxrt it is an error that names the module."""
     setup = card_runs.setup_of(2, emulated_cards.build.xclbin)
     self_test(setup, [tmp_path, tmp_path], KERNELS)
+    assert [emulated_cards.counter("runs_completed", card) for card in range(2)] == [9 * len(KERNELS)] * 2
     monkeypatch.setitem(sys.modules, "pyxrt", None)
     with pytest.raises(DeviceError, match="pyxrt"):
         self_test(setup, [tmp_path, tmp_path], KERNELS)
@@ -117,3 +123,53 @@ def test_real_cards_open_by_address() -> None:
         _opened(OldPyxrt("0000:5e:00.1"), REAL_CARD, num_cards=2)
     with pytest.raises(DeviceError, match=r"which of 2 cards.*binding='native'"):
         _opened(OldPyxrt(None), REAL_CARD, num_cards=2)
+
+
+# ---- pyxrt, the system's or ours, has the names, overloads and enum values of XRT 2.13, and its traps
+
+
+NUMEL_ARGUMENT = 7  # of sgd_update, behind its pointers
+
+
+def test_signatures(pyxrt: ModuleType) -> None:
+    """Overloads agree in types, order and number of arguments, and enumerators in names and values.
+
+    Nothing is newer than 2.13, because a test could come to rely on it.
+    """
+    assert signatures(pyxrt) == expected()
+
+
+def test_a_float_or_a_word_beyond_int_is_refused(pyxrt: ModuleType, emulated_cards: EmulatedCards) -> None:
+    """Floats and words beyond a C int are refused; a word with its highest bit set has to be passed as negative.
+
+    A numpy float is taken, and truncated.
+    """
+    device = pyxrt.device(0)
+    uuid = device.load_xclbin(str(emulated_cards.build.xclbin))
+    run = pyxrt.run(pyxrt.kernel(device, uuid, "sgd_update", pyxrt.kernel.shared))
+    for value in (0.5, np.float64(0.5), 2**31, -(2**31) - 1):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            run.set_arg(NUMEL_ARGUMENT, value)
+    for value in (-(2**31), np.float32(3.9)):
+        run.set_arg(NUMEL_ARGUMENT, value)
+
+
+def test_a_map_does_not_keep_its_buffer(pyxrt: ModuleType, emulated_cards: EmulatedCards, tmp_path: Path) -> None:
+    """A buffer's memory is freed with the last reference to the buffer, even while a view exists: hold both.
+
+    The view is memory that `os.preadv` fills in part.
+    """
+    path = tmp_path / "file"
+    path.write_bytes(np.arange(1024, dtype=np.float32).tobytes())
+    device = pyxrt.device(0)
+    device.load_xclbin(str(emulated_cards.build.xclbin))
+    buffer = pyxrt.bo(device, 2 * 4096, pyxrt.bo.p2p, 0)
+    view, before = buffer.map(), emulated_cards.counter("num_buffers")
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        assert os.preadv(descriptor, [view[4096:]], 0) == 4096
+    finally:
+        os.close(descriptor)
+    assert (np.frombuffer(view, np.float32)[1024:] == np.arange(1024)).all()
+    del buffer
+    assert emulated_cards.counter("num_buffers") == before - 1 and len(view) == 2 * 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,13 @@ from tests.helpers.golden import encode, flush
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
-from tests.hls.simulation import Library, built
-from tests.hls.tasklet import Form
-from tests.native.stored import Array, Run
-from tests.pipeline.harness import Case, running
+from tests.hls.simulation import Buffer, Library, Simulation, aligned
+from tests.hls.tasklet import GROUP, PADDING, Form, Tasklet, item_bytes, rounded_up, stored_in
+from tests.native.stored import Array, Run, StoredState
+from tests.pipeline.harness import Case, complete_tasklets, everything, running
 from tests.pipeline.harness import Run as HandlerRun
-from tests.xrt.card_state import CardCase, card_state
+from tests.xrt.card_state import card_state
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.simulated_state import SimulatedState
 
 pytestmark = RunIf(xrt=True)
 
@@ -150,9 +150,41 @@ def stored(values: Array, dtype: DType) -> Array:
     return found
 
 
-@pytest.fixture(scope="module")
-def simulation() -> Library:
-    return Library(built("sequential"))
+def simulated(
+    simulation: Simulation, stored: StoredState, form: Form, runs: Sequence[Run], steps: Steps, parameter: Array
+) -> list[list[Buffer]]:
+    """Update what is stored as a batch does, by an error-free run of the kernel for each of a tasklet's groups.
+
+    Args:
+        simulation: Simulation of the kernels.
+        stored: The stored partition, which stays as it is.
+        form: Form of all gradients and parameters.
+        runs: Runs that all have a step and cover the partition.
+        steps: Steps of the runs.
+        parameter: Where the updated parameters go.
+
+    Returns:
+        The arrays of each tasklet, as they should be stored then.
+    """
+    updated = []
+    for index in range(stored.num_tasklets):
+        numel, offset = stored.numel_of(index), index * stored.tasklet_numel
+        arrays = [stored_in(region, 4 * rounded_up(numel, PADDING)) for region in stored.regions(index)]
+        memory = aligned(rounded_up(numel, GROUP) * item_bytes(form.parameter))
+        if index in stored.payloads:
+            gradient = stored_in(stored.payloads[index], stored.payloads[index].size)
+        else:
+            whole = np.concatenate([run.gradient for run in runs if run.gradient is not None])
+            gradient = stored_in(whole[offset : offset + numel], rounded_up(numel, GROUP))
+        tasklet = Tasklet(steps[0], numel, form, arrays[0].view(np.float32), gradient, arrays, memory)
+        for run in runs:
+            first, last = max(run.offset - offset, 0), min(run.offset + run.numel - offset, numel)
+            if first < last:
+                status = tasklet.run_words(simulation, tasklet.words(first, last, step=steps[run.step]))
+                assert status["errors"] == 0 and status["count"] == last - first
+                parameter[offset + first : offset + last] = memory.view(parameter.dtype)[first:last]
+        updated.append([array[: 4 * numel] for array in arrays])
+    return updated
 
 
 @pytest.mark.parametrize(
@@ -162,7 +194,7 @@ def simulation() -> Library:
 def test_the_same_bits(
     tmp_path: Path,
     emulated_cards: EmulatedCards,
-    simulation: Library,
+    sequential: Library,
     optimizer: str,
     form: str,
     numel: int,
@@ -170,27 +202,25 @@ def test_the_same_bits(
 ) -> None:
     """State files agree byte for byte, and parameters bit for bit, after each step."""
     training = Training(optimizer, FORMS[form], numel)
-    is_dense = not training.form.is_compressed
-    arrays = training.first_arrays()
     stored_type = np.float32 if training.form.parameter is DType.FLOAT32 else np.int16
     places = [np.zeros(numel, stored_type) for _ in range(3)]
     with card_state(
-        tmp_path, emulated_cards, training.steps(1)[0], numel, CardCase(tasklet_numel=training.tasklet_numel)
+        tmp_path, emulated_cards, training.steps(1)[0], numel, tasklet_numel=training.tasklet_numel
     ) as state:
-        state.write(*arrays)
-        simulated = SimulatedState(simulation, state.host, training.form, arrays)
+        state.write(*training.first_arrays())
         for number in range(1, num_steps + 1):
-            gradient = training.dense(number) if is_dense else None
-            if not is_dense:
-                state.stored.payloads = state.host.payloads = training.payloads(number)
+            gradient = None if training.form.is_compressed else training.dense(number)
+            payloads = training.payloads(number) if training.form.is_compressed else {}
+            state.stored.payloads = state.host.payloads = payloads
             steps = training.steps(number)
             on_card, on_host, in_simulation = (training.runs(gradient, place) for place in places)
             state.submit(on_card, steps)
-            simulated.update(in_simulation, steps, places[2])
+            updated = simulated(sequential, state.host, training.form, in_simulation, steps, places[2])
             assert state.finish() is None
             assert state.host.work(Operation.UPDATE, on_host, steps) is None
             state.assert_same()
-            simulated.assert_same()
+            for index, arrays in enumerate(updated):  # even NaNs and zeros
+                np.testing.assert_array_equal(arrays, state.host.regions(index))
             for other in places[1:]:
                 np.testing.assert_array_equal(other.view(np.uint8), places[0].view(np.uint8))
         assert finite_and_not(np.concatenate([region.view(np.float32) for region in state.host.regions()]))
@@ -287,13 +317,8 @@ def begin(random: np.random.Generator, run: HandlerRun, host: HandlerRun, number
 
 def grow(random: np.random.Generator, run: HandlerRun, plan: Any) -> None:
     """Begin an incremental step, whose first tasklets begin before it is known what else belongs to it."""
-    run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
-    missing = {
-        tasklet
-        for parameter in np.flatnonzero(~plan.active)
-        for tasklet in run.layout.tasklets_of(slice(parameter, parameter + 1))
-    }
-    complete = [tasklet for tasklet in range(len(run.layout.tasklets)) if tasklet not in missing]
+    run.handler.begin_incremental(everything(plan))
+    complete = complete_tasklets(run, plan)
     for index in random.permutation(complete)[: random.integers(len(complete) + 1)]:
         run.handler.step.extend([int(index)])
     assert run.handler.step.complete(plan)
