@@ -93,6 +93,13 @@ class Tasklet:
     def kernel(self) -> Kernel:
         return KERNEL_OF[type(self.step)]
 
+    def hold(self, payload: Payload, dense: Floats | None = None) -> Tasklet:
+        """Take a compressed gradient, whose values are given unless it is a sparse one, and return this tasklet."""
+        content = np.frombuffer(payload.tobytes(), np.uint8)
+        self.payload, self.gradient = payload, stored_in(content, content.size)
+        self.dense = expand(payload.tobytes()) if dense is None else dense
+        return self
+
     def words(self, first: int, last: int, active: bool = True, step: Any = None) -> list[int]:
         """Return the kernel's scalars, floats as their bits."""
         rule = [getattr(step or self.step, name) for name in self.kernel.words]
@@ -170,22 +177,13 @@ def make_tasklet(step: Any, numel: int, form: Form, *, seed: int = 0, special: b
     values, *state = random_arrays(step, numel, seed, special=special)
     arrays = [stored_in(array, rounded_up(numel, PADDING)) for array in state]
     parameter = aligned(rounded_up(numel, GROUP) * item_bytes(form.parameter))
+    encoded = encode(values, form.gradient)
+    gradient = stored_in(encoded, rounded_up(numel, GROUP))
+    tasklet = Tasklet(step, numel, form, decode(encoded, form.gradient), gradient, arrays, parameter)
     if form.block_scaled:
         codes = _random_codes(numel, seed) if special else block_scaled_codes(values)
-        return _compressed(step, form, codes.payload(), codes.values, arrays, parameter)
-    if form.ratio is None:
-        encoded = encode(values, form.gradient)
-        gradient = stored_in(encoded, rounded_up(numel, GROUP))
-        return Tasklet(step, numel, form, decode(encoded, form.gradient), gradient, arrays, parameter)
-    payload = compress(values, form.ratio, form.gradient)
-    return _compressed(step, form, payload, expand(payload.tobytes()), arrays, parameter)
-
-
-def _compressed(
-    step: Any, form: Form, payload: Payload, dense: Floats, arrays: list[Buffer], parameter: Buffer
-) -> Tasklet:
-    content = np.frombuffer(payload.tobytes(), np.uint8)
-    return Tasklet(step, dense.size, form, dense, stored_in(content, content.size), arrays, parameter, payload)
+        return tasklet.hold(codes.payload(), codes.values)
+    return tasklet if form.ratio is None else tasklet.hold(compress(values, form.ratio, form.gradient))
 
 
 def _random_codes(numel: int, seed: int) -> Codes:

@@ -14,10 +14,10 @@ import torch
 from hls.description import ERROR_BITS, STATUS_WORDS
 from lightning_smartinfinity.native import DType
 from lightning_smartinfinity.pipeline.rules import rule_for
-from tests.helpers.compressed import BLOCK, Codes, Payload, block_scaled_codes, build, expand
-from tests.helpers.golden import DTYPES, STEPS, STEPS_OF_RULES, Floats, decode, encode
+from tests.helpers.compressed import BLOCK, Codes, block_scaled_codes, build
+from tests.helpers.golden import DTYPES, STEPS, STEPS_OF_RULES, decode, encode
 from tests.helpers.native_testing import crc32c_combine
-from tests.hls.simulation import Library, aligned
+from tests.hls.simulation import Library
 from tests.hls.tasklet import FORMS, Form, Tasklet, make_tasklet
 
 RULES = pytest.mark.parametrize("step", [steps[0] for steps in STEPS_OF_RULES.values()], ids=STEPS_OF_RULES)
@@ -62,8 +62,9 @@ def test_several_runs(sequential: Library, step: Any, form: Form) -> None:
     edges = [0, 1, 2, 5, 6, 23, 24, 400, 401, 999, 16_350, 16_384, 49_200, 65_530, 65_531, 70_000, 70_001]
     tasklet = make_tasklet(step, edges[-1], form, seed=7)
     combined = [0] * len(SUMS)
+    scalars = {name: getattr(step, name) for name in tasklet.kernel.words}
     for index, (first, last) in enumerate(itertools.pairwise(edges)):
-        other = type(step)(**{**_scalars(step), "gradient_scale": 1.0 + index})
+        other = type(step)(**{**scalars, "gradient_scale": 1.0 + index})
         status = tasklet.run(sequential, first, last, step=other)
         for place, (word, item) in enumerate(SUMS.items()):
             combined[place] = crc32c_combine(combined[place], status[word], (last - first) * item)
@@ -90,7 +91,7 @@ def test_blocks_of_a_compressed_gradient(sequential: Library, step: Any, dtype: 
     values = encode(random.standard_normal(kept.size).astype(np.float32), dtype)
     payload = build(kept, values, numel, dtype)
     ranges = [(0, numel), (BLOCK - 1, BLOCK + 1), (2 * BLOCK, 3 * BLOCK), (BLOCK + 7, BLOCK + 9), (numel - 1, numel)]
-    tasklet = _with_payload(make_tasklet(step, numel, Form(dtype, DType.BFLOAT16, 0.0)), payload)
+    tasklet = make_tasklet(step, numel, Form(dtype, DType.BFLOAT16, 0.0)).hold(payload)
     for first, last in ranges:
         tasklet.run(sequential, first, last)
 
@@ -101,11 +102,11 @@ def test_every_16_bit_gradient(sequential: Library, dtype: DType, ratio: float |
     """All 65,536 patterns widen exactly, fp16's subnormals too."""
     patterns = np.arange(65_536, dtype=np.uint16).view(np.int16)
     tasklet = make_tasklet(STEPS["sgd_first"], 65_536, Form(dtype, DType.FLOAT32, ratio))
-    tasklet.dense = decode(patterns, dtype)
     if ratio is None:
+        tasklet.dense = decode(patterns, dtype)
         tasklet.gradient.view(np.int16)[:] = patterns
     else:
-        _with_payload(tasklet, build(np.arange(65_536), patterns, 65_536, dtype))
+        tasklet.hold(build(np.arange(65_536), patterns, 65_536, dtype))
     tasklet.run(sequential)
 
 
@@ -113,7 +114,8 @@ def test_every_code(sequential: Library) -> None:
     """All scales times all codes give numpy's bits."""
     codes = Codes(np.arange(1, 249, dtype=np.uint8), np.tile(np.arange(-128, 128, dtype=np.int8), 248))
     codes.codes[::256] = 0  # in place of -128, which is no code
-    _with_codes(make_tasklet(STEPS["sgd_first"], codes.codes.size, BLOCK_SCALED), codes).run(sequential)
+    tasklet = make_tasklet(STEPS["sgd_first"], codes.codes.size, BLOCK_SCALED)
+    tasklet.hold(codes.payload(), codes.values).run(sequential)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=["fp16", "bf16"])
@@ -138,28 +140,20 @@ def word(index: int, value: int) -> Spoil:
     return lambda tasklet, words: words.__setitem__(index, value)
 
 
-def header(index: int, added: int = 1) -> Spoil:
-    """Return a function that adds to a word of the payload."""
-
-    def spoil(tasklet: Tasklet, words: list[int]) -> None:
-        tasklet.gradient.view(np.uint32)[index] += np.uint32(added)
-
-    return spoil
+def add(tasklet: Tasklet, words: list[int], *, index: int, added: int = 1) -> None:
+    """Add to a word of the payload."""
+    tasklet.gradient.view(np.uint32)[index] += np.uint32(added)
 
 
-def counts(change: int) -> Spoil:
-    """Return a function that changes the counts of two blocks, so that their sum wraps if that is possible."""
-
-    def spoil(tasklet: Tasklet, words: list[int]) -> None:
-        found = tasklet.gradient[64:72].view(np.uint32)
-        found[:] = [change, int(found.sum()) + 5] if change > 2**31 else [found[0], int(found[1]) + change]
-
-    return spoil
+def count(tasklet: Tasklet, words: list[int], *, change: int) -> None:
+    """Change the counts of two blocks, so that their sum wraps if that is possible."""
+    found = tasklet.gradient[64:72].view(np.uint32)
+    found[:] = [change, int(found.sum()) + 5] if change > 2**31 else [found[0], int(found[1]) + change]
 
 
 def more_values_than_elements(tasklet: Tasklet, words: list[int]) -> None:
     payload = build(np.arange(11) % 10, np.ones(11, np.float32), 10, FLOAT32)
-    _with_content(tasklet, payload, tasklet.dense)
+    tasklet.hold(payload, tasklet.dense)
 
 
 SPARSE_BF16 = Form(DType.BFLOAT16, DType.BFLOAT16, 0.01)
@@ -176,16 +170,19 @@ REFUSED: dict[str, tuple[int, Form, int, Spoil]] = {
     "both": (BAD_RANGE | UNKNOWN_FORM, Form(), 100, lambda tasklet, words: words.__setitem__(slice(1, 4), [9, 8, 7])),
     # Any word of a header that has a meaning, and is not what the run's arguments make it.
     **{
-        f"sparse {index}": (BAD_HEADER, SPARSE_BF16, 70_000, header(index, 64 if index == 4 else 1))
+        f"sparse {index}": (BAD_HEADER, SPARSE_BF16, 70_000, partial(add, index=index, added=64 if index == 4 else 1))
         for index in range(9)
     },
-    **{f"8 bits {index}": (BAD_HEADER, BLOCK_SCALED, 70_000, header(index)) for index in range(8)},
+    **{f"8 bits {index}": (BAD_HEADER, BLOCK_SCALED, 70_000, partial(add, index=index)) for index in range(8)},
     "sparse for 8 bits": (BAD_HEADER, SPARSE, 100, word(3, BLOCK_SCALED.gradient_word)),
     "8 bits for sparse": (BAD_HEADER, BLOCK_SCALED, 100, word(3, SPARSE.gradient_word)),
     # A header may not promise more values than there are elements, even if all the rest fits.
     "more values than elements": (BAD_HEADER, SPARSE, 10, more_values_than_elements),
     # Counts that do not sum to the header's are found before anything is written, wrapping sums too.
-    **{f"counts {change}": (WRONG_COUNTS, COUNTED, 70_000, counts(change)) for change in (1, -1, 2**32 - 5)},
+    **{
+        f"counts {change}": (WRONG_COUNTS, COUNTED, 70_000, partial(count, change=change))
+        for change in (1, -1, 2**32 - 5)
+    },
 }
 
 
@@ -200,9 +197,7 @@ def test_refused(sequential: Library, step: Any, case: str) -> None:
     memory = [tasklet.gradient, *tasklet.arrays, tasklet.parameter]
     before = [buffer.copy() for buffer in memory]
     status = tasklet.run_words(sequential, words)
-    for buffer, content in zip(memory, before, strict=True):
-        np.testing.assert_array_equal(buffer, content)
-    assert status["errors"] == errors
+    assert all(map(np.array_equal, memory, before)) and status["errors"] == errors
     sums = [status[word] for word in STATUS_WORDS[4:]]
     assert not any(sums[:9] if form.is_compressed else sums)
 
@@ -225,15 +220,13 @@ def test_bad_indices(sequential: Library, step: Any, case: str) -> None:
     numel, values = BLOCK + 1_000, np.arange(1, 7, dtype=np.float32)
     positions = np.array([1, 2, *(BLOCK + index for index in indices)])
     good = [number for number in range(6) if number - 2 not in dropped]
-    sound = _with_payload(make_tasklet(step, numel, SPARSE), build(positions[good], values[good], numel, FLOAT32))
-    sound.run(sequential)
+    sound, broken = (make_tasklet(step, numel, SPARSE) for _ in range(2))
+    sound.hold(build(positions[good], values[good], numel, FLOAT32)).run(sequential)
 
     positions[2:] = BLOCK + np.arange(4)
-    broken = _with_payload(make_tasklet(step, numel, SPARSE), build(positions, values, numel, FLOAT32))
-    broken.gradient[128:].view(np.uint16)[2:6] = indices
+    broken.hold(build(positions, values, numel, FLOAT32)).gradient[128:].view(np.uint16)[2:6] = indices
     assert broken.run_words(sequential, broken.words(0, numel))["errors"] == BAD_INDEX
-    for found, wanted in zip(broken.arrays, sound.arrays, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(broken.arrays, sound.arrays)
 
 
 NUMEL_OF_CODES = 17_000
@@ -255,14 +248,12 @@ def test_bad_codes(sequential: Library, step: Any, byte: int, value: int, first:
     Everything else is updated. Runs over other elements report nothing.
     """
     codes = block_scaled_codes(make_tasklet(step, NUMEL_OF_CODES, Form(), seed=3).dense)
-    broken = _with_codes(make_tasklet(step, NUMEL_OF_CODES, BLOCK_SCALED), codes)
-    broken.gradient[byte] = value
+    sound, broken = (make_tasklet(step, NUMEL_OF_CODES, BLOCK_SCALED) for _ in range(2))
+    broken.hold(codes.payload(), codes.values).gradient[byte] = value
     assert broken.run_words(sequential, broken.words(0, NUMEL_OF_CODES))["errors"] == BAD_CODE
     codes.codes[first:last] = 0
-    sound = _with_codes(make_tasklet(step, NUMEL_OF_CODES, BLOCK_SCALED), codes)
-    sound.run(sequential)
-    for found, wanted in zip(broken.arrays, sound.arrays, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    sound.hold(codes.payload(), codes.values).run(sequential)
+    np.testing.assert_array_equal(broken.arrays, sound.arrays)
     for begin, end, errors in ((0, first, 0), (last, NUMEL_OF_CODES, 0), (last - 1, last, BAD_CODE)):
         assert broken.run_words(sequential, broken.words(begin, end))["errors"] == errors
 
@@ -320,24 +311,3 @@ def test_torch_optimizers(sequential: Library, name: str) -> None:
         optimizer.step()
         tasklet.run(sequential, step=step_of(number))
     np.testing.assert_allclose(master, expected.detach().numpy(), rtol=2e-5, atol=2e-6)
-
-
-def _scalars(step: Any) -> dict[str, float]:
-    names = [name for name in dir(step) if isinstance(getattr(step, name), (int, float)) and not name.startswith("_")]
-    return {name: getattr(step, name) for name in names}
-
-
-def _with_codes(tasklet: Tasklet, codes: Codes) -> Tasklet:
-    return _with_content(tasklet, codes.payload(), codes.values)
-
-
-def _with_payload(tasklet: Tasklet, payload: Payload) -> Tasklet:
-    return _with_content(tasklet, payload, expand(payload.tobytes()))
-
-
-def _with_content(tasklet: Tasklet, payload: Payload, dense: Floats) -> Tasklet:
-    content = payload.tobytes()
-    tasklet.payload, tasklet.dense = payload, dense
-    tasklet.gradient = aligned(len(content))
-    tasklet.gradient[:] = np.frombuffer(content, np.uint8)
-    return tasklet

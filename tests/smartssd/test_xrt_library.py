@@ -1,7 +1,11 @@
-"""The calls to XRT's C API and the reports of their failures, on a fake library without XRT or a card."""
+"""The calls to XRT's C API and the reports of their failures, on a fake library without XRT or a card.
+
+The core opens it in place of libxrt_coreutil; fake_xrt.cpp has it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import re
 from dataclasses import replace
@@ -16,7 +20,36 @@ from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath
 from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card
 from tests.helpers.card_runs import setup_of
 from tests.helpers.native_testing import sync_to_card
-from tests.smartssd.fake_xrt import FakeXrt, build, without
+from tests.native.builds import built_once
+
+
+def without(library: Path, entry: str, folder: Path) -> Path:
+    """Return a copy of the library in which an entry point is renamed."""
+    content, name = library.read_bytes(), b"\0" + entry.encode() + b"\0"
+    assert name in content
+    lacking = folder / library.name
+    lacking.write_bytes(content.replace(name, name.replace(b"xrt", b"old")))
+    return lacking
+
+
+class FakeXrt:
+    """The controls and observations of the fake library. A new object removes failures and empties the log."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = library
+        self._calls = calls = ctypes.CDLL(str(library))
+        calls.fake_log.restype = ctypes.c_char_p
+        calls.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+        calls.fake_reset()
+
+    def fail(self, call: str, *, result: int = -1, errno: int = 0) -> None:
+        """Make calls fail from now on. Calls that create something return null, the others this result."""
+        self._calls.fake_fail(call.encode(), result, errno)
+
+    def log(self) -> list[str]:
+        """Return the calls since then with their arguments."""
+        return str(self._calls.fake_log().decode()).splitlines()
+
 
 BDF = "0000:42:00.1"
 ENTRIES = (
@@ -27,15 +60,10 @@ ENTRIES = (
 )
 
 
-@pytest.fixture(scope="module")
-def library() -> FakeXrt:
-    return FakeXrt(build())
-
-
 @pytest.fixture
-def xrt(library: FakeXrt) -> FakeXrt:
-    library.reset()
-    return library
+def xrt() -> FakeXrt:
+    """The fake library, which is compiled if there is none yet."""
+    return FakeXrt(built_once("libfake_xrt.so", Path(__file__).with_name("fake_xrt.cpp")))
 
 
 def card_of(xrt: FakeXrt, *steps: str, number: int = 0) -> tuple[CardSetup, discovered.Card]:
@@ -106,16 +134,15 @@ def test_which_call_failed(xrt: FakeXrt, call: str, failure: dict[str, int], tol
 
     with pytest.raises(DeviceError) as failed:
         use()
-    assert re.match(f"The card {BDF}: {call}{told}", failed.value.problem)
-    assert re.search(remedy, failed.value.remedy)
+    assert re.match(f"The card {BDF}: {call}{told}", failed.value.problem) and re.search(remedy, failed.value.remedy)
     if "Device" in call:
         assert ("xrtDeviceClose" in xrt.log()) == (call == "xrtDeviceLoadXclbinFile")
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_library_that_lacks_an_entry_point(library: FakeXrt, tmp_path: Path, entry: str) -> None:
+def test_a_library_that_lacks_an_entry_point(xrt: FakeXrt, tmp_path: Path, entry: str) -> None:
     """An entry point missing in another release of XRT is named before anything is opened, with a remedy of its own."""
-    lacking = FakeXrt(without(library.library, entry, tmp_path))
+    lacking = FakeXrt(without(xrt.library, entry, tmp_path))
     with pytest.raises(DeviceError, match=rf"XRT's library has no {entry}\W.*Install XRT"):
         open_card(*card_of(lacking))
     assert lacking.log() == []
