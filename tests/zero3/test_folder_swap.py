@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from lightning_smartinfinity.storage.folders.staging_folder import is_in_use, lo
 from lightning_smartinfinity.storage.io import deadlines as in_time
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import PartsHere, id_of
+from lightning_smartinfinity.zero3.checkpoints.folders.divided_save import PartsHere, common_save, id_of
 from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import remove_interrupted, replacing
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import FILES_BESIDE, restore_interrupted
 from lightning_smartinfinity.zero3.ranks import file_systems
@@ -58,13 +58,37 @@ def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError))
 
 
-def save(path: Path, content: str, tag: str = TAG) -> None:
-    """Save as DeepSpeed does: a subfolder with files, and files beside it."""
+@contextmanager
+def saving(path: Path, content: str, tag: str = TAG) -> Iterator[Path]:
+    """Save as DeepSpeed does: a subfolder with files, and files beside it; yield the new folder before the end."""
     with replacing(path, tag) as (staging, *_):
         (staging / tag).mkdir(exist_ok=True)
         for name in FILES:
             (staging / tag / name).write_text(content)
         (staging / "latest").write_text(tag)
+        yield staging
+
+
+def save(path: Path, content: str, tag: str = TAG) -> None:
+    with saving(path, content, tag):
+        pass
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return the path of a checkpoint that is not there yet."""
+    return tmp_path / "a.ckpt"
+
+
+@pytest.fixture
+def old(path: Path) -> Path:
+    """Return the path of a checkpoint that was saved."""
+    save(path, "old")
+    return path
 
 
 def saved(path: Path) -> set[str]:
@@ -87,11 +111,8 @@ def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None
     save(path, "new")
     assert saved(path) == {"new"} and {file.read_text() for file in own} == {"mine"}
     assert os.readlink(path / TAG / "link") == "elsewhere"
-    assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest", "notes.txt"]
-    assert sorted(entry.name for entry in (path / TAG).iterdir()) == sorted(
-        ["link", "loss_states.pt", "plots", "save_id", *FILES]
-    )
-    assert sorted(entry.name for entry in path.parent.iterdir()) == ["a.ckpt"]
+    assert (names_in(path), names_in(path.parent)) == ([TAG, "latest", "notes.txt"], ["a.ckpt"])
+    assert names_in(path / TAG) == sorted(["link", "loss_states.pt", "plots", "save_id", *FILES])
 
 
 def tree(folder: Path) -> dict[str, str | None]:
@@ -101,12 +122,11 @@ def tree(folder: Path) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("kind", ["folder", "file", "link", "old leftover"])
-def test_what_lies_where_a_save_is_written(kind: str, first: bool, tmp_path: Path) -> None:
+def test_what_lies_where_a_save_is_written(kind: str, first: bool, path: Path, tmp_path: Path) -> None:
     """A save is refused before anything changes if somebody else's files have the hidden name; the error names them.
 
     The leftover of an older version, which has no mark, goes if it holds files of checkpoints only.
     """
-    path = tmp_path / "a.ckpt"
     staging = beside(path) if first else path / ".saving"
     if not first:
         save(path, "old")
@@ -163,8 +183,7 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(
             if then == "save":
                 save(path, "third")
                 whole = frozenset({"third"})
-                assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
-                assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
+                assert (names_in(path.parent), names_in(path)) == (["a.ckpt"], [TAG, "latest"])
             else:
                 remove_interrupted(path, TAG)
                 assert not list(path.parent.rglob(".saving*"))
@@ -180,15 +199,12 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(
         assert survived and outcomes == {None if first else frozenset({"old"}), frozenset({"new"})}
 
 
-def test_a_machine_without_the_first_save_gets_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_the_first_save_gets_its_part(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If another machine has put a first save in place before a kill, all machines do so."""
-
-    def killed(*_: Any) -> None:
-        raise StorageTimeoutError("The process ends here.", "Wait.")  # which leaves the folder, as a kill does
-
-    path = tmp_path / "a.ckpt"
-    with monkeypatch.context() as patch, suppress(StorageTimeoutError):
-        patch.setattr(folder_swap, "put_save_in_place", killed)
+    error = StorageTimeoutError("The process ends here.", "Wait.")  # which leaves the folder, as a kill does
+    with patch.object(folder_swap, "put_save_in_place", side_effect=error), suppress(StorageTimeoutError):
         save(path, "new")
     (save_id,) = {id_of(room / TAG) for room in rooms_in(beside(path))}
     other = PartsHere(save_id, None, newer_beside=False)
@@ -236,8 +252,7 @@ def test_a_power_loss_within_a_save_under_another_tag(before: bool, seed: int, t
         with disk.after_power_loss() as folder:
             tag = (folder / "a.ckpt" / "latest").read_text()
             restore_interrupted(folder / "a.ckpt", tag)
-            contents = {(folder / "a.ckpt" / tag / name).read_text() for name in FILES}
-            found.append((tag, *contents))
+            found.append((tag, *{(folder / "a.ckpt" / tag / name).read_text() for name in FILES}))
 
     with observed(look):
         save(path, "new")
@@ -245,8 +260,7 @@ def test_a_power_loss_within_a_save_under_another_tag(before: bool, seed: int, t
     disk.close()
     what = "power loss within a save under another tag"
     attack(what, tries=len(found), outcome="the last save is whole, or the new one")
-    assert set(found) == {("other", "old"), (TAG, "new")}
-    assert found[0] == ("other", "old") and found[-1] == (TAG, "new")
+    assert {*found} == {("other", "old"), (TAG, "new")} == {found[0], found[-1]} and found[0][0] == "other"
 
 
 def test_a_power_loss_leaves_no_staging_folder_of_which_nobody_knows_who_made_it(tmp_path: Path) -> None:
@@ -265,21 +279,13 @@ def test_a_power_loss_leaves_no_staging_folder_of_which_nobody_knows_who_made_it
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_save_that_raises_changes_nothing(first: bool, tmp_path: Path) -> None:
+def test_a_save_that_raises_changes_nothing(first: bool, path: Path) -> None:
     """The error is passed on, the folder stays as it was and nothing lies beside it."""
-    path = tmp_path / "a.ckpt"
     if not first:
         save(path, "old")
-
-    @contextmanager
-    def failing() -> Iterator[None]:
-        with replacing(path, TAG) as (staging, *_):
-            (staging / TAG).mkdir()
-            yield
-
-    with pytest.raises(ZeroDivisionError), failing():
+    with pytest.raises(ZeroDivisionError), saving(path, "new"):
         _ = 1 // 0
-    assert [entry.name for entry in tmp_path.iterdir()] == ([] if first else ["a.ckpt"])
+    assert names_in(path.parent) == ([] if first else ["a.ckpt"])
     assert first or (saved(path) == {"old"} and not (path / ".saving").exists())
 
 
@@ -287,25 +293,21 @@ def test_a_save_that_raises_changes_nothing(first: bool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_second_save_to_a_path_that_another_one_writes(first: bool, tmp_path: Path) -> None:
+def test_a_second_save_to_a_path_that_another_one_writes(first: bool, path: Path) -> None:
     """It is refused, whichever began, the first one is whole, and a third succeeds."""
-    path = tmp_path / "a.ckpt"
     if not first:
         save(path, "old")
-    with replacing(path, TAG) as (staging, *_):
-        (staging / TAG).mkdir()
-        for name in FILES:
-            (staging / TAG / name).write_text("first")
-        with pytest.raises(StorageLockedError, match=f"Another process is writing to {path} now"):
-            save(path, "second")
+    refused = pytest.raises(StorageLockedError, match=f"Another process is writing to {path} now")
+    with saving(path, "first"), refused:
+        save(path, "second")
     assert saved(path) == {"first"}
     save(path, "third")
-    assert saved(path) == {"third"} and [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    assert saved(path) == {"third"} and names_in(path.parent) == ["a.ckpt"]
 
 
-def test_a_folder_that_another_save_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_another_save_made_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that looked before another one ended looks again once it has the lock, and exchanges the subfolder."""
-    path, looked = tmp_path / "a.ckpt", folder_swap.staging_for
+    looked = folder_swap.staging_for
 
     def late(target: Path, tag: str) -> Path:
         monkeypatch.setattr(folder_swap, "staging_for", looked)
@@ -316,20 +318,15 @@ def test_a_folder_that_another_save_made_meanwhile(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(folder_swap, "staging_for", late)
     save(path, "new")
-    assert saved(path) == {"new"} and (path / "notes.txt").exists()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    assert saved(path) == {"new"} and (path / "notes.txt").exists() and names_in(path.parent) == ["a.ckpt"]
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save goes on without a lock where the file system has none."""
-
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     for content in ("old", "new"):
-        save(tmp_path / "a.ckpt", content)
-        assert saved(tmp_path / "a.ckpt") == {content}
+        save(path, content)
+        assert saved(path) == {content}
 
 
 def test_two_processes_that_save_to_one_path(tmp_path: Path, attack: Attack) -> None:
@@ -339,13 +336,12 @@ def test_two_processes_that_save_to_one_path(tmp_path: Path, attack: Attack) -> 
     for number in range(rounds):
         path = tmp_path / str(number) / "a.ckpt"
         children = [fork_saves(path, name=name, seed=2 * number + k) for k, name in enumerate(("first", "second"))]
-        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        assert statuses == [0, 0]
+        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
         (content,) = saved(path)
         assert content.startswith(("first", "second"))
         save(path, "third")
-        assert saved(path) == {"third"} and sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
-        assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
+        assert saved(path) == {"third"}
+        assert (names_in(path), names_in(path.parent)) == ([TAG, "latest"], ["a.ckpt"])
 
 
 def fork_saves(path: Path, *, name: str, seed: int) -> int:
@@ -381,7 +377,7 @@ def delayed(call: Callable[..., Any], chance: random.Random) -> Callable[..., An
 
 @pytest.mark.usefixtures("_file_system")
 @pytest.mark.parametrize("call", ["rename", "replace", "fsync", "unlink", "rmdir"])
-def test_a_swap_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Attack) -> None:
+def test_a_swap_that_fails(call: str, tmp_path: Path, attack: Attack) -> None:
     """Whichever call of a swap fails, the path has a whole checkpoint, and the next save succeeds."""
     original, tries = getattr(os, call), 0
     for number in range(50):
@@ -397,25 +393,21 @@ def test_a_swap_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.Monkey
                 raise OSError(errno.EIO, "Input/output error")
             return original(*args, **kwargs)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, failing)
-            with suppress(CheckpointError):
-                save(path, "new")
+        with patch.object(os, call, failing), suppress(CheckpointError):
+            save(path, "new")
         if not failed:
             break
         tries += 1
         assert saved(path) in ({"old"}, {"new"})
         save(path, "newest")
-        assert saved(path) == {"newest"} and sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
+        assert saved(path) == {"newest"} and names_in(path) == [TAG, "latest"]
     assert tries or call == "rename"  # of which an exchange needs none
     attack("a call of a checkpoint's swap fails", tries=tries, outcome="CheckpointError; a whole checkpoint is there")
 
 
-def test_a_removal_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_that_comes_late(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removal that was given up holds the lock until it has returned, and removes nothing of the next save."""
-    path, answers = tmp_path / "a.ckpt", threading.Event()
-    save(path, "old")
-    fwalk = os.fwalk
+    answers, fwalk = threading.Event(), os.fwalk
 
     def hanging(*args: Any, **kwargs: Any) -> Any:
         answers.wait()
@@ -424,51 +416,42 @@ def test_a_removal_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "fwalk", hanging)
     monkeypatch.setattr(in_time, "completed_requests", lambda _: 0)
     monkeypatch.setattr(in_time, "counters_of", lambda _: tmp_path)
-
-    def fail() -> None:
-        with replacing(path, TAG) as (new, *_):
-            (new / TAG).mkdir()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), io_limit(0.2):
-        fail()
+    with pytest.raises(ZeroDivisionError), io_limit(0.2), saving(old, "new"):
+        _ = 1 // 0
     with pytest.raises((StorageLockedError, StorageTimeoutError)):
-        save(path, "new")
-    assert [(room / TAG).exists() for room in rooms_in(path / ".saving")] == [True]
+        save(old, "new")
+    assert [(room / TAG).exists() for room in rooms_in(old / ".saving")] == [True]
     answers.set()
-    await_that(lambda: not is_in_use(path / ".saving"))
-    save(path, "new")
-    assert saved(path) == {"new"}
+    await_that(lambda: not is_in_use(old / ".saving"))
+    save(old, "new")
+    assert saved(old) == {"new"}
 
 
-def test_a_reader_between_the_two_renames_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_between_the_two_renames_of_a_save(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the new save, and does not put the old one back, by which the save would fail."""
     monkeypatch.setattr(replacement, "exchange", lambda first, second: False)
-    path, rename, found = tmp_path / "a.ckpt", os.rename, queue.SimpleQueue[set[str]]()
-    save(path, "old")
+    rename, found = os.rename, queue.SimpleQueue[set[str]]()
 
-    def slow_rename(old: Path, new: Path, **where: Any) -> None:
-        rename(old, new, **where)
-        if Path(old) == path / TAG:
-            threading.Thread(target=lambda: found.put(saved(path))).start()
+    def slow_rename(source: Path, target: Path, **where: Any) -> None:
+        rename(source, target, **where)
+        if Path(source) == old / TAG:
+            threading.Thread(target=lambda: found.put(saved(old))).start()
             time.sleep(0.3)
 
     monkeypatch.setattr(os, "rename", slow_rename)
-    save(path, "new")
+    save(old, "new")
     assert found.get(timeout=LIMIT) == {"new"}
 
 
-def test_a_room_that_is_listed_and_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_room_that_is_listed_and_gone(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save killed between the two renames is rolled back beside it, as on a file system that remembers names.
 
     A staging folder that cannot be read is read again, and is an error before anything in it is removed.
     """
-    path = tmp_path / "a.ckpt"
-    save(path, "old")
-    staging, scandir, iterdir = path / ".saving", os.scandir, Path.iterdir
+    staging, scandir, iterdir = old / ".saving", os.scandir, Path.iterdir
     (staging / "killed").mkdir(parents=True)
     mark_of(staging).touch()
-    os.rename(path / TAG, staging / "killed/.saving-previous")
+    os.rename(old / TAG, staging / "killed/.saving-previous")
 
     @contextmanager
     def listing(folder: Path) -> Iterator[list[os.DirEntry[str]]]:
@@ -479,29 +462,22 @@ def test_a_room_that_is_listed_and_gone(tmp_path: Path, monkeypatch: pytest.Monk
         gone.rmdir()
         yield listed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-        with pytest.raises(StorageError, match=r"Reading '.*\.saving' failed: Input/output error"):
-            save(path, "new")
-        patch.setattr(os, "scandir", Mock(side_effect=[OSError(errno.ESTALE, "Stale file handle"), listing(staging)]))
-        assert saved(path) == {"old"}
+    failed = pytest.raises(StorageError, match=r"Reading '.*\.saving' failed: Input/output error")
+    with patch.object(os, "scandir", side_effect=OSError(errno.EIO, "Input/output error")), failed:
+        save(old, "new")
+    with patch.object(os, "scandir", side_effect=[OSError(errno.ESTALE, "Stale file handle"), listing(staging)]):
+        assert saved(old) == {"old"}
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / "gone", *iterdir(folder)]))
     remove_content(staging)
     assert os.listdir(staging) == [staging.name]
 
 
-def test_what_somebody_removes_within_a_save(tmp_path: Path) -> None:
+def test_what_somebody_removes_within_a_save(old: Path) -> None:
     """A save of which something is gone is not reported as saved."""
-    save(tmp_path / "a.ckpt", "old")
-
-    def lose() -> None:
-        with replacing(tmp_path / "a.ckpt", TAG) as (new, *_):
-            (new / TAG).mkdir()
-            shutil.rmtree(new)
-
-    with pytest.raises(CheckpointError, match=r"could not be written: .*No such file or directory"):
-        lose()
-    assert saved(tmp_path / "a.ckpt") == {"old"}
+    refused = pytest.raises(CheckpointError, match=r"could not be written: .*No such file or directory")
+    with refused, saving(old, "new") as staging:
+        shutil.rmtree(staging)
+    assert saved(old) == {"old"}
 
 
 def in_the_way(path: Path) -> None:
@@ -529,9 +505,45 @@ def test_paths_and_tags_that_cannot_be_saved_to(name: str, tag: str, file: str, 
     assert tree(tmp_path) == before
 
 
-def test_a_link_is_saved_through(tmp_path: Path) -> None:
+def test_a_link_is_saved_through(old: Path, tmp_path: Path) -> None:
     """A save to a link, as Lightning's last.ckpt may be, replaces the linked checkpoint and keeps the link."""
-    save(tmp_path / "a.ckpt", "old")
-    (tmp_path / "last.ckpt").symlink_to(tmp_path / "a.ckpt")
+    (tmp_path / "last.ckpt").symlink_to(old)
     save(tmp_path / "last.ckpt", "new")
-    assert (tmp_path / "last.ckpt").is_symlink() and saved(tmp_path / "a.ckpt") == {"new"}
+    assert (tmp_path / "last.ckpt").is_symlink() and saved(old) == {"new"}
+
+
+# ---- which save machines go to that have parts of two saves in place
+
+
+def machine(in_place: str | None, beside: str | None = None, *, newer: bool = False) -> PartsHere:
+    return PartsHere(in_place, beside, newer)
+
+
+@pytest.mark.parametrize(
+    ("machines", "expected"),
+    [
+        ([machine("a", "b"), machine("a")], None),
+        ([machine("b", "a"), machine("a", "b", newer=True)], "b"),
+        ([machine("a", "b", newer=True), machine("b", "a")], "b"),
+        ([machine("b", "a"), machine("a")], "a"),
+        ([machine("b"), machine("a", "b", newer=True), machine("b", "a")], "b"),
+        ([machine("b"), machine("a")], None),
+        ([machine("a", "c", newer=True), machine("b", "c", newer=True)], None),
+        ([machine("b"), machine(None, "b", newer=True)], "b"),
+        ([machine("b"), machine(None)], None),
+    ],
+    ids=[
+        "an interrupted save that nobody has in place",
+        "both are whole, the first machine has the new one",
+        "both are whole, the first machine has the old one",
+        "the new one is not whole",
+        "three machines",
+        "nothing in common",
+        "a save of which nobody knows that it is whole",
+        "an older version made the old one",
+        "an older version, and the new one is not whole",
+    ],
+)
+def test_the_save_that_machines_go_to(machines: list[PartsHere], expected: str | None) -> None:
+    """It is the newest that all of them have and one has in place; None where all agree, or have none in common."""
+    assert common_save(machines) == expected

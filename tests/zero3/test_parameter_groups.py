@@ -1,8 +1,10 @@
-"""Groups of a checkpoint find those of the optimizer, and optimizers that cannot train the model are refused."""
+"""Groups of a checkpoint find those of the optimizer, optimizers are refused that cannot train, and state is closed."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +14,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_smartinfinity import UnsupportedError
+from lightning_smartinfinity.pipeline.parameters.partitions import TensorPartition
 from lightning_smartinfinity.zero3.optimizer.hyperparameters import describe_changes, values_of
-from lightning_smartinfinity.zero3.optimizer.parameter_groups import (
-    check_parameters,
-    restore_groups,
-    saved_numbers,
-)
+from lightning_smartinfinity.zero3.optimizer.parameter_groups import check_parameters, restore_groups, saved_numbers
+from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
+from tests.helpers.waiting import LIMIT, await_that
+from tests.pipeline.harness import Case, Run
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,32 @@ def test_an_optimizer_that_cannot_train_the_module_is_refused(groups: list[list[
     """Torch accepts empty groups. The error of a foreign parameter names group and shape."""
     with pytest.raises(UnsupportedError, match=told):
         check_parameters(torch.optim.SGD([{"params": group} for group in groups]), nn.Linear(2, 2))
+
+
+# ---- the function that closes the state of a training that was dropped
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_called_by_the_thread_that_moves_parameters(
+    keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may run there: the thread does not wait for itself, and the state is closed."""
+    run = Run(tmp_path, Case(staged=True, num_buffers=2, keep=keep))
+    rank_state = RankState(keep=keep)
+    rank_state.hold_handler(run.handler)
+    closers: list[Callable[[], None]] = [rank_state.closer()]
+    put, begun = TensorPartition.put, threading.Event()
+
+    def collected(partition: TensorPartition, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        begun.wait(LIMIT)
+        if closers:
+            closers.pop()()
+        put(partition, sub_group, offset, values)
+
+    monkeypatch.setattr(TensorPartition, "put", collected)
+    run.handler.begin_step(run.collect(1))
+    begun.set()
+    await_that(lambda: not run.handler.in_flight, seconds=30)
+    await_that(lambda: not any(t.name.startswith("smart-infinity") for t in threading.enumerate()), seconds=30)
+    assert run.handler.generation == int(keep) and bool(list(tmp_path.rglob("*.bin"))) == keep
+    run.arena.close()
