@@ -1,15 +1,20 @@
-"""Planted violations of imports, of includes, and private names without a contract test, are found."""
+"""Planted violations of imports and includes are found; a test that never ends, or leaves something, fails."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.processes import run_module
+from tests.helpers.waiting import BUILD_LIMIT, BUILD_TEST_LIMIT, LIMIT, PROCESS_LIMIT
 from tools.seams import page_of
 
 ROOT = Path(__file__).parents[2]
@@ -70,8 +75,7 @@ def broken_contracts(folder: Path) -> list[str]:
     completed = subprocess.run(
         [sys.executable, "-c", LINT], cwd=folder, capture_output=True, text=True, timeout=PROCESS_LIMIT
     )
-    lines = completed.stdout.splitlines()
-    broken = [line.split(" BROKEN")[0] for line in lines if " BROKEN" in line]
+    broken = [line.split(" BROKEN")[0] for line in completed.stdout.splitlines() if " BROKEN" in line]
     assert bool(broken) == bool(completed.returncode), completed.stdout + completed.stderr
     return broken
 
@@ -163,5 +167,166 @@ def test_a_private_name_needs_a_contract_test(tmp_path: Path) -> None:
     assert page_of(tmp_path)[1] == ["tests/zero3/test_contract.py: test_it needs pytest.mark.seam with its purpose"]
     (tests / "test_contract.py").write_text(test.replace("def", '@pytest.mark.seam("a purpose")\ndef'))
     page, problems = page_of(tmp_path)
-    assert "| Torch has `_planted`. | a purpose | `room/module.py` | `zero3/test_contract.py::test_it` |" in page
-    assert problems == []
+    assert (
+        "| Torch has `_planted`. | a purpose | `room/module.py` | `zero3/test_contract.py::test_it` |" in page
+        and problems == []
+    )
+
+
+# ---- settings of pytest: a test that never ends fails; in CI a skip or what is left fails a run
+
+
+TESTS = Path(__file__).parents[1]
+
+PASSES = "def test_passes(): pass"
+SKIPS = "import pytest\n@pytest.mark.skip(reason='did not feel like it')\ndef test_skipped(): pass"
+SKIPS_WHILE_RUNNING = "import pytest\ndef test_skipped(): pytest.skip('did not feel like it')"
+SKIPS_A_MODULE = "import pytest\npytest.importorskip('no_such_module_anywhere')\ndef test_skipped(): pass"
+LACKS_CUDA = """
+import pytest
+from tests.helpers.runif import RunIf
+@RunIf(cuda_devices=1000)
+def test_on_many_devices(): pass
+def test_passes(): pass
+"""
+LEAVES_MEMORY = """
+import os
+def test_leaves(): open(f'{shared}/deepspeed_allreduce_buffer_{os.getuid()}__1_0', 'w').close()
+"""
+LEAVES_A_FILE = "def test_leaves(): open('left.txt', 'w').close()"
+PROPERTY = """
+from hypothesis import given, strategies
+@given(strategies.integers())
+def test_holds(number): assert number * 0 == 0
+"""
+EXPECTED_FAILURE = "import pytest\n@pytest.mark.xfail\ndef test_known_bug(): assert False"
+
+
+def run(folder: Path, source: str, *, ci: str) -> tuple[int, str]:
+    """Run pytest with this project's conftest on one test file and return its exit status and output."""
+    shutil.copytree(TESTS / "helpers", folder / "tests" / "helpers", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "shm").mkdir()
+    conftest = (TESTS / "conftest.py").read_text().replace("/dev/shm", str(folder / "shm"))
+    (folder / "tests" / "conftest.py").write_text(conftest)
+    (folder / "tests" / "test_it.py").write_text(source)
+    (folder / "pytest.ini").write_text("[pytest]\npythonpath = .\naddopts = -ra --import-mode=importlib\n")
+    completed = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
+        cwd=folder,
+        env={**os.environ, "CI": ci},
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_LIMIT,
+    )
+    return completed.returncode, completed.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "ci", "status", "says"),
+    [
+        pytest.param(SKIPS_WHILE_RUNNING, "true", 1, ["should have run here", "test_it.py"], id="while running"),
+        pytest.param(SKIPS_A_MODULE, "true", 5, ["should have run here", "test_it.py"], id="module"),
+        pytest.param(LACKS_CUDA, "true", 0, ["no CUDA device"], id="no device"),
+        pytest.param(SKIPS, "", 0, ["did not feel like it"], id="outside of CI"),
+        pytest.param(EXPECTED_FAILURE, "true", 0, ["1 xfailed"], id="expected failure"),
+        pytest.param(LEAVES_MEMORY, "true", 1, ["deepspeed_allreduce_buffer_"], id="memory"),
+        pytest.param(LEAVES_A_FILE, "true", 1, ["left.txt"], id="file"),
+        pytest.param(PROPERTY, "true", 0, ["1 passed"], id="database of hypothesis"),
+    ],
+)
+def test_what_fails_in_ci(source: str, ci: str, status: int, says: list[str], tmp_path: Path) -> None:
+    """Skips without a good reason fail in CI, as does what tests leave, and the output names it."""
+    ended, output = run(tmp_path, source.replace("{shared}", str(tmp_path / "shm")), ci=ci)
+    assert ended == status, output
+    assert [words for words in says if words not in output] == []
+
+
+IN_PYTHON = """
+import threading, time
+def wait_for_ever(): time.sleep(1000)
+def test_hangs():
+    threading.Thread(target=wait_for_ever, daemon=True).start()
+    time.sleep(1000)
+def test_passes(): pass
+"""
+# This holds the interpreter's lock, so that no Python signal handler runs.
+IN_NATIVE_CODE = """
+import ctypes
+def test_hangs():
+    lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex)
+    lock(mutex)
+def test_passes(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        pytest.param(IN_PYTHON, ["Timeout (>1.0s)", "wait_for_ever"], id="in Python"),
+        pytest.param(
+            IN_NATIVE_CODE, ["crashed while running", "in test_hangs"], id="in native code", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_test_that_hangs_fails_alone(tmp_path: Path, source: str, told: list[str]) -> None:
+    """The output shows where the test hung, also in a process of xdist, and the next test passes."""
+    (tmp_path / "test_it.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    limits = ["--numprocesses=1", "-otimeout=1", "-ofaulthandler_timeout=3", "-opythonpath="]
+    done = subprocess.run(
+        [*command, *limits, tmp_path], cwd=tmp_path, capture_output=True, text=True, timeout=PROCESS_LIMIT
+    )
+    output = done.stdout + done.stderr
+    assert "1 failed, 1 passed" in output, output
+    assert [words for words in told if words not in output] == [], output
+
+
+def test_the_limits_of_this_project() -> None:
+    """Waits in tests end before the test fails, and the test fails before its process is ended."""
+    limits = dict(
+        line.split(" = ") for line in (ROOT / "pyproject.toml").read_text().splitlines() if "timeout = " in line
+    )
+    assert (
+        LIMIT < PROCESS_LIMIT < float(limits["timeout"]) < float(limits["faulthandler_timeout"])
+        and PROCESS_LIMIT < BUILD_LIMIT < BUILD_TEST_LIMIT
+    )
+
+
+# ---- forked processes
+
+
+WORKER = "tests.helpers.reporting_worker"
+
+
+def test_ranks_are_like_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has the expected environment, its own random numbers, its output, and a normal interpreter exit."""
+    monkeypatch.setenv("SOMETHING", "set since the server started")
+    done = run_module(WORKER, tmp_path, "well", ranks=2)
+    assert (done.returncode, done.stderr) == (0, "") and sorted(done.stdout.splitlines()) == [
+        "rank 0 says so",
+        "rank 1 says so",
+    ]
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for rank, of_rank in enumerate(seen):
+        ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+        told = {name: of_rank["environment"].pop(name) for name in (*ours, "MASTER_ADDR", "MASTER_PORT")}
+        assert (
+            ours.items() <= told.items()
+            and of_rank["environment"] == fresh_environment()
+            and (of_rank["main"], of_rank["lightning's rank"]) == (WORKER, rank)
+            and (tmp_path / f"ended-{rank}").exists()
+        )
+    for drawn in ("numpy", "torch", "random"):
+        assert seen[0][drawn] != seen[1][drawn], drawn
+
+
+@pytest.mark.parametrize(("how", "status"), [("badly", 1), ("never", -signal.SIGKILL)])
+def test_a_rank_that_fails_ends_the_others(how: str, status: int, tmp_path: Path) -> None:
+    """The status is that of the failing rank, whose traceback is printed."""
+    done = run_module(WORKER, tmp_path, how, ranks=2)
+    assert (
+        done.returncode == status
+        and ("RuntimeError: told to" in done.stderr) == (how == "badly")
+        and not (tmp_path / "ended-0").exists()
+    )
