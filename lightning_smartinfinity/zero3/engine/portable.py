@@ -20,8 +20,8 @@ from lightning_smartinfinity.zero3.optimizer.taken_optimizer import refuse_forei
 from lightning_smartinfinity.zero3.parameters.deepspeed_patches import (
     hold_top_module_weakly,
     read_trace_lazily,
+    restoring_stack,
     retrace_for_external_parameters,
-    take_off_stack,
 )
 from lightning_smartinfinity.zero3.parameters.foreign_errors import naming_dtypes
 from lightning_smartinfinity.zero3.parameters.gathering import end_gathers, engine_has_turn, in_forward
@@ -135,10 +135,10 @@ class PortableEngine(DeepSpeedEngine):
             end_gathers(self.module)
             self._was_broken_off = False
         try:
-            yield
+            with restoring_stack():
+                yield
         except BaseException:
             self._was_broken_off = True
-            take_off_stack(self.module.modules())
             raise
 
     @contextmanager

@@ -14,7 +14,8 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "ModuleTrace",
     "hold_top_module_weakly",
     "read_trace_lazily",
+    "restoring_stack",
     "retrace_for_external_parameters",
     "skip_in_prefetch",
     "take_off_stack",
@@ -167,6 +169,20 @@ def hold_top_module_weakly(offload: ZeroOffload) -> None:
         stack = parameter_offload.FWD_MODULE_STACK = _ModuleStack(stack)
     take_off_stack([offload.module])
     stack.top = weakref.ref(offload.module)
+
+
+@contextmanager
+def restoring_stack() -> Iterator[None]:
+    """Leave DeepSpeed's stack of modules, at the end of this context, as deep as at its beginning.
+
+    A forward that is broken off leaves its modules there. So does each segment of torch's checkpointing that is not
+    reentrant: backward ends the recomputation as soon as it has what it needs, within a module.
+    """
+    depth = len(parameter_offload.FWD_MODULE_STACK)
+    try:
+        yield
+    finally:
+        del parameter_offload.FWD_MODULE_STACK[depth:]
 
 
 def take_off_stack(modules: Iterable[torch.nn.Module]) -> None:
