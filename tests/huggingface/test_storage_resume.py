@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,45 @@ def test_an_error_after_the_training(model_folder: Path, tmp_path: Path, caplog:
     ):
         script(SystemExit(0), resume="storage", rate=0.002, factor=0.1)
     assert steps == [2, 2, 4, 4] and not list(tmp_path.glob("storage/*/*"))
+
+
+def test_other_data(model_folder: Path, tmp_path: Path) -> None:
+    """With another batch size or dataset, the epoch goes on after the samples used, and a warning says what changes."""
+    rows, seen = dataset(), list[list[int]]()
+
+    def note(trainer: Any, stop: int | None = None) -> None:
+        def noted(original: Any, model: Any, inputs: Any, *args: Any) -> Any:
+            if trainer.state.global_step == stop:
+                raise KeyboardInterrupt
+            seen.extend(inputs["input_ids"].tolist())
+            return original(model, inputs, *args)
+
+        trainer.training_step = partial(noted, trainer.training_step)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(model_folder, tmp_path / "out", before=partial(note, stop=3))
+    other = shutil.copytree(tmp_path / "out", tmp_path / "other")
+    for folder, batch, data, told in (
+        (
+            tmp_path / "out",
+            4,
+            rows,
+            r"size=2, not 4\. .* used 6 samples .* after 4, .* the last 2 .* max_steps=6",
+        ),
+        (other, 2, rows[:10], r"another number of samples\. .* used 6 .* goes on after 6\. Shuffled .* leave out"),
+    ):
+        seen.clear()
+        with pytest.warns(UserWarning, match=told):
+            resumed = train(
+                *(model_folder, folder),
+                before=note,
+                resume="storage",
+                data=data,
+                per_device_train_batch_size=batch,
+                num_train_epochs=2,
+            )
+        rest = [row["input_ids"].tolist() for row in data[6 // batch * batch :]]
+        assert seen[: len(rest)] == rest and resumed.trainer.state.train_batch_size == batch
 
 
 def test_what_cannot_be_resumed(model_folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_smartinfinity.resume.loader_position import begin_epoch, is_position, keeping_position, keeps_position
+from lightning_smartinfinity.resume.loader_position import (
+    begin_epoch,
+    is_of_other_data,
+    is_position,
+    keeping_position,
+    keeps_position,
+)
 from lightning_smartinfinity.resume.random_states import global_states, restore_globals
 from lightning_smartinfinity.zero3.untyped import ClientState
 
@@ -57,6 +63,41 @@ class Batches:
         if is_position(state):
             state = {**state, "num_fetched": state["num_fetched"] + self._num_skipped}
         return {"state": state, "random": self._random}
+
+    def moved(
+        self, saved: ClientState, *, sizes: tuple[int, int], window: int, steps: int
+    ) -> tuple[ClientState, str] | None:
+        """Return a position after the same samples with another batch size or dataset, and a warning about it.
+
+        Args:
+            saved: A result of :meth:`state`, from within an epoch.
+            sizes: Batch size of the saved training and of this one.
+            window: Number of batches of a step; the position is a multiple of it.
+            steps: Number of batches of an epoch.
+
+        Returns:
+            The position and the warning's sentences. None if sizes and data are as before, or the state is the loader's
+            own.
+        """
+        (before, now), state = sizes, saved["state"]
+        if not (keeps_position(self._base) and is_position(state) and state["is_within"]):
+            return None
+        has_other_data = is_of_other_data(self._base, {**state, "batch_size": self._base.batch_size})
+        if before == now and not has_other_data:
+            return None
+        num_used = state["num_fetched"] * before
+        num_fetched = min(num_used // now, steps)
+        num_fetched -= num_fetched % window if num_fetched < steps else 0
+        again = num_used - num_fetched * now
+        differences = [f"per_device_train_batch_size={before}, not {now}"] if before != now else []
+        differences += ["another number of samples"] if has_other_data else []
+        told = f"The interrupted training had {' and '.join(differences)}. "
+        told += f"Each process had used {num_used} samples of the epoch, which "
+        told += f"goes on after {num_fetched * now}" if num_fetched < steps else "ends"
+        told += f", so that the last {again} are used again. " if again > 0 and num_fetched < steps else ". "
+        if has_other_data:
+            told += "Shuffled data have another order now: this epoch may repeat samples and leave out others. "
+        return {**saved, "state": {**state, "num_fetched": num_fetched}}, told
 
     def load(self, saved: ClientState, *, is_over: bool, when_fetched: Callable[[], None]) -> None:
         """Make the next iteration continue from a position.

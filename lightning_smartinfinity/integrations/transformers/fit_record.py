@@ -286,6 +286,7 @@ class RecordedTraining:
             trainer.control.should_training_stop = state["global_step"] >= trainer.state.max_steps
         if self._same_ranks:
             restore(loop[RNG_KEY], trainer.args.device)
+        trainer.state.train_batch_size = trainer.args.train_batch_size  # the state has that of the record
         self._recorded_step = trainer.state.global_step  # its record stays valid until the next step
         if loop["pending"] is not None:
             passed = (epoch[name] for name in ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time"))
@@ -301,7 +302,10 @@ class RecordedTraining:
         """Make the epoch continue after the batches already used, or end at once if the recorded one ends here."""
         trainer, steps = self._trainer, epoch["steps_in_epoch"]
         used, window = round(loop["fraction"] * steps), trainer.args.gradient_accumulation_steps
-        is_over = used >= steps or trainer.control.should_epoch_stop or trainer.control.should_training_stop
+        stops = trainer.control.should_epoch_stop or trainer.control.should_training_stop
+        if not stops and loop["fraction"] < 1:
+            used = self._used_of_other_data(loop, used, steps)
+        is_over = stops or used >= steps
         if is_over:
             used = epoch["num_update_steps_per_epoch"] * window
         elif used % window:
@@ -323,6 +327,28 @@ class RecordedTraining:
                 "numbers, if any, from new seeds.",
                 stacklevel=2,
             )
+
+    def _used_of_other_data(self, loop: ClientState, used: int, steps: int) -> int:
+        """Move the position to the same sample if the batch size or the data changed; return the used batches."""
+        args, now = self._trainer.args, self._trainer.args.train_batch_size
+        before = loop[_STATE]["train_batch_size"] or now
+        if not self._continues:
+            return used
+        assert self._batches is not None
+        window = args.gradient_accumulation_steps
+        moved = self._batches.moved(loop["batches"], sizes=(before, now), window=window, steps=steps)
+        if moved is None:
+            return used
+        loop["batches"], told = moved
+        if self._trainer.is_world_process_zero():
+            warnings.warn(
+                f"{told}The training ends at max_steps={self._trainer.state.max_steps}, which counts the earlier steps, so "
+                f"the last epoch may end early. To go on exactly, pass per_device_train_batch_size={before} and the same "
+                "data.",
+                stacklevel=2,
+            )
+        moved_to: int = loop["batches"]["state"]["num_fetched"]
+        return moved_to
 
     @property
     def _continues(self) -> bool:
