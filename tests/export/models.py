@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.export.checksums import CHECKSUMS_NAME
 from tests.helpers.trainers import quiet_trainer
 
@@ -50,10 +51,9 @@ def tokens() -> torch.Tensor:
 
 def logits(model: Any) -> torch.Tensor:
     """Return what the model makes of the tokens in evaluation."""
-    model.eval()
+    further = {"labels": tokens()} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        further = {"labels": tokens()} if model.config.is_encoder_decoder else {}
-        result: torch.Tensor = model(input_ids=tokens(), **further).logits
+        result: torch.Tensor = model.eval()(input_ids=tokens(), **further).logits
     return result
 
 
@@ -134,6 +134,12 @@ def train(root: Path, module: LitModel, strategy: Any = None, **settings: Any) -
     return Trained(root, module, weights, masters, result)
 
 
+def exported(checkpoint: Path, out: Path, *options: str) -> Path:
+    """Run the command, and return what it has written."""
+    assert main(["export", str(checkpoint), str(out), *options]) == 0
+    return out
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     """Return the content of every file of a folder."""
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
@@ -141,6 +147,4 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def without_checksums(folder: Path) -> dict[str, bytes]:
     """Return the content of every file of an export, except for its checksums, which transformers does not write."""
-    files = files_of(folder)
-    del files[CHECKSUMS_NAME]
-    return files
+    return {name: content for name, content in files_of(folder).items() if name != CHECKSUMS_NAME}

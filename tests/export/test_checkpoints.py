@@ -9,8 +9,11 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -27,7 +30,7 @@ from lightning_smartinfinity.errors import (
 )
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import MODEL_KEY
-from tests.export.models import KINDS, LitModel, Trained, build, files_of, logits, train, without_checksums
+from tests.export.models import KINDS, LitModel, Trained, build, exported, files_of, logits, train, without_checksums
 from tests.export.worker import after
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind
@@ -35,6 +38,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
+from tests.storage.makers import flip
 
 Train = Callable[[str], Trained]
 
@@ -67,6 +71,14 @@ def export(checkpoint: Path, out: Path, **settings: Any) -> list[str]:
     return export_checkpoint(checkpoint, out, ExportSettings(**settings))
 
 
+def saved_after_a_step(module: pl.LightningModule, folder: Path) -> Any:
+    """Train for a step and save a checkpoint, and return the strategy."""
+    trainer = quiet_trainer(folder, max_steps=1)
+    trainer.fit(module)
+    trainer.save_checkpoint(folder / "ckpt")
+    return trainer.strategy
+
+
 def without_description(checkpoint: Path, copy: Path) -> Path:
     """Copy a checkpoint as stock DeepSpeed would have saved it, without a description of its models."""
     shutil.copytree(checkpoint, copy)
@@ -86,10 +98,8 @@ def test_lightning_loads_a_file_of_masters(trained: Train, tmp_path: Path) -> No
     --dtype bf16 rounds the masters once.
     """
     training = trained("gpt2")
-    assert main(["export", str(training.checkpoint), str(tmp_path / "lit.ckpt"), "--to", "lightning"]) == 0
-    loaded = LitModel.load_from_checkpoint(tmp_path / "lit.ckpt")
-    assert loaded.hparams == training.module.hparams
-    assert int(loaded.seen) == 3
+    loaded = LitModel.load_from_checkpoint(exported(training.checkpoint, tmp_path / "lit.ckpt", "--to", "lightning"))
+    assert loaded.hparams == training.module.hparams and int(loaded.seen) == 3
     params = dict(loaded.inner.model.named_parameters(remove_duplicate=False))
     assert all(torch.equal(params[name], master) for name, master in training.masters.items())
     assert params["lm_head.weight"] is params["transformer.wte.weight"]
@@ -108,21 +118,16 @@ def test_a_plain_module_keeps_its_names(tmp_path: Path, capsys: pytest.CaptureFi
     A checkpoint with save_weights_only=True holds all that is needed.
     """
     module = Plain()
-    trainer = quiet_trainer(tmp_path, max_steps=1)
-    trainer.fit(module)
-    trainer.save_checkpoint(tmp_path / "ckpt")
-    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
-    trainer.strategy.save_pretrained(tmp_path / "live")  # type: ignore[attr-defined]
+    strategy = saved_after_a_step(module, tmp_path)
+    module.trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    strategy.save_pretrained(tmp_path / "live")
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
     assert "names of the module" in capsys.readouterr().out
     export(tmp_path / "weights", tmp_path / "of-weights")
     assert files_of(tmp_path / "live") == files_of(tmp_path / "out") == files_of(tmp_path / "of-weights")
-    for save in (
-        lambda: export(tmp_path / "ckpt", tmp_path / "parts", max_shard_size="5GB"),
-        lambda: trainer.strategy.save_pretrained(tmp_path / "parts", max_shard_size="5GB"),  # type: ignore[attr-defined]
-    ):
+    for save in (partial(export, tmp_path / "ckpt"), strategy.save_pretrained):
         with pytest.raises(ConfigError, match="max_shard_size='5GB' does not apply"):
-            save()
+            save(tmp_path / "parts", max_shard_size="5GB")
     assert not (tmp_path / "parts").exists()
     import deepspeed
 
@@ -131,21 +136,18 @@ def test_a_plain_module_keeps_its_names(tmp_path: Path, capsys: pytest.CaptureFi
     assert found["count"] == 7 and found["spare.0"].shape == (0, 2)
     with deepspeed.zero.GatheredParameters(list(module.parameters())):
         assert all(torch.equal(found[name], param) for name, param in module.named_parameters())
-    trainer.strategy.close()  # type: ignore[attr-defined]
+    strategy.close()
 
 
 def test_one_of_several_models_is_chosen(tmp_path: Path) -> None:
     """Without a choice the error names both; with one, that model is exported."""
     module = LitModel("gpt2")
     module.inner.teacher = build("llama").requires_grad_(False)
-    trainer = quiet_trainer(tmp_path, max_steps=1)
-    trainer.fit(module)
-    trainer.save_checkpoint(tmp_path / "ckpt")
-    save: Any = trainer.strategy.save_pretrained  # type: ignore[attr-defined]
+    strategy = saved_after_a_step(module, tmp_path)
     with pytest.raises(ConfigError, match=r"'inner.model', 'inner.teacher'.*module="):
-        save(tmp_path / "live")
-    save(tmp_path / "live", module.inner.teacher)
-    trainer.strategy.close()  # type: ignore[attr-defined]
+        strategy.save_pretrained(tmp_path / "live")
+    strategy.save_pretrained(tmp_path / "live", module.inner.teacher)
+    strategy.close()
     with pytest.raises(ConfigError, match=r"'inner.model', 'inner.teacher'.*--submodule"):
         export(tmp_path / "ckpt", tmp_path / "out")
     export(tmp_path / "ckpt", tmp_path / "out", submodule="inner.teacher")
@@ -165,11 +167,8 @@ def test_a_checkpoint_without_a_description_needs_the_folder_of_the_model(traine
     build("t5").save_pretrained(tmp_path / "before")
     (tmp_path / "before" / "tokenizer.json").write_text("{}")
     assert "pass the folder of the model as --model" in " ".join(export(stock, tmp_path / "plain"))
-    told = export(stock, tmp_path / "out", model=tmp_path / "before")
-    assert "no tokenizer" not in " ".join(told)
-    files = files_of(tmp_path / "out")
-    assert files.pop("tokenizer.json") == b"{}"
-    assert files == files_of(training.root / "live")
+    assert "no tokenizer" not in " ".join(export(stock, tmp_path / "out", model=tmp_path / "before"))
+    assert files_of(tmp_path / "out") == {**files_of(training.root / "live"), "tokenizer.json": b"{}"}
 
 
 def test_a_universal_checkpoint_is_exported(trained: Train, tmp_path: Path) -> None:
@@ -199,8 +198,7 @@ def test_frozen_weights_that_were_left_out_come_from_the_model(tmp_path: Path) -
     assert files_of(tmp_path / "out") == files_of(tmp_path / "live")
     export(training.checkpoint, tmp_path / "again", model=tmp_path / "out")
     assert files_of(tmp_path / "again") == files_of(tmp_path / "live")
-    loaded = type(before).from_pretrained(tmp_path / "out")
-    assert torch.equal(logits(loaded), training.logits)
+    assert torch.equal(logits(type(before).from_pretrained(tmp_path / "out")), training.logits)
     frozen = training.weights["model.embed_tokens.weight"].numpy().tobytes()
     flip_bit_behind(frozen[:64], tmp_path / "out" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"the checksum of 'model\.embed_tokens\.weight' from byte 0 on is wrong"):
@@ -271,10 +269,9 @@ def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     training = train(tmp_path, LitModel("gpt2", model=model))
     assert "no tokenizer" in " ".join(export(training.checkpoint, tmp_path / "out"))
     assert not small_files_of(tmp_path / "out")
-    (cached / "snapshots" / "abc").mkdir(parents=True)
-    (cached / "snapshots" / "abc" / "tokenizer.json").write_text("{}")
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("abc")
+    for name, content in {"snapshots/abc/tokenizer.json": "{}", "refs/main": "abc"}.items():
+        (cached / name).parent.mkdir(parents=True)
+        (cached / name).write_text(content)
     assert "no tokenizer" not in " ".join(export(training.checkpoint, tmp_path / "more"))
     assert small_files_of(tmp_path / "more") == {"tokenizer.json": b"{}"}
 
@@ -286,11 +283,8 @@ def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_damaged_checkpoint_leaves_nothing(to: str, trained: Train, tmp_path: Path) -> None:
     """A flipped bit in the masters raises, and neither the export nor a hidden folder is left."""
     shutil.copytree(trained("llama").checkpoint, tmp_path / "ckpt")
-    file = next((tmp_path / "ckpt").rglob("*_optim_states.pt"))
     master = trained("llama").masters["model.layers.0.mlp.up_proj.weight"].numpy().tobytes()[:64]
-    content = bytearray(file.read_bytes())
-    content[content.index(master) + 7] ^= 16
-    file.write_bytes(content)
+    flip_bit_behind(master, next((tmp_path / "ckpt").rglob("*_optim_states.pt")))
     with pytest.raises(CheckpointError, match="checksum"):
         export(tmp_path / "ckpt", tmp_path / "exports" / "out", to=to)
     assert list((tmp_path / "exports").iterdir()) == []
@@ -305,25 +299,21 @@ def test_any_flipped_bit_of_model_states(trained: Train, tmp_path: Path, attack:
     )
     shutil.copytree(trained("llama").checkpoint, tmp_path / "ckpt")
     file = next((tmp_path / "ckpt").rglob("*_model_states.pt"))
-    whole, seen = file.read_bytes(), 0
-    for position in range(0, len(whole), max(1, len(whole) // 20)):
-        content = bytearray(whole)
-        content[position] ^= 1 << position % 8
-        file.write_bytes(content)
-        try:
+    size, unseen = file.stat().st_size, 0
+    positions = range(0, size, max(1, size // 20))
+    for position in positions:
+        whole = flip(file, position, position % 8)
+        with suppress(CheckpointError):
             export(tmp_path / "ckpt", tmp_path / f"out-{position}")
-        except CheckpointError:
-            seen += 1
-    assert seen > 5
+            unseen += 1
+        file.write_bytes(whole)
+    assert unseen < len(positions) - 5
 
 
 @pytest.mark.parametrize("to", ["safetensors", "lightning"])
 def test_a_full_disk_leaves_nothing(to: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk may run full at any write."""
-
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(os, "pwrite", after(5, os.pwrite, full))
     with pytest.raises(StorageFullError, match="No space left"):
         export(trained("llama").checkpoint, tmp_path / "exports" / "out", to=to)
@@ -335,8 +325,7 @@ def test_free_space_is_checked_first(to: str, trained: Train, tmp_path: Path, mo
     """Nothing is written if it would not fit."""
     checkpoint = trained("llama").checkpoint  # which needs space of its own
     status = os.statvfs(tmp_path)
-    small = os.statvfs_result((*status[:4], 1, *status[5:]))
-    monkeypatch.setattr(os, "statvfs", lambda path: small)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*status[:4], 1, *status[5:])))
     with pytest.raises(StorageFullError, match="bytes, and"):
         export(checkpoint, tmp_path / "out", to=to)
     assert list(tmp_path.iterdir()) == []
@@ -375,10 +364,9 @@ def test_an_export_replaces_nothing(trained: Train, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     export(checkpoint, tmp_path / "out")
     before = files_of(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="replaces nothing"):
-        export(checkpoint, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="replaces nothing"):
-        export(checkpoint, tmp_path / "out" / "config.json", to="lightning")
+    for path, to in (("out", "safetensors"), ("out/config.json", "lightning")):
+        with pytest.raises(CheckpointError, match="replaces nothing"):
+            export(checkpoint, tmp_path / path, to=to)
     assert files_of(tmp_path / "out") == before
     (tmp_path / "link").symlink_to(checkpoint)
     with pytest.raises(CheckpointError, match="would be inside the checkpoint"):
@@ -416,16 +404,14 @@ def test_the_command_refuses(name: str, trained: Train, tmp_path: Path, capsys: 
     where = {"root": tmp_path, "checkpoint": trained("llama").checkpoint}
     checkpoint, *options = (word.format(**where) for word in arguments)
     assert main(["export", checkpoint, str(tmp_path / "out"), *options]) == 1
-    assert told.format(**where).lower() in capsys.readouterr().err.lower()
-    assert not (tmp_path / "out").exists()
+    assert told.format(**where).lower() in capsys.readouterr().err.lower() and not (tmp_path / "out").exists()
 
 
 def test_unknown_words_are_refused() -> None:
     """The error names the word and those that exist."""
-    with pytest.raises(ConfigError, match=r"'fp64'.*'bf16'"):
-        ExportSettings(dtype="fp64")
-    with pytest.raises(ConfigError, match=r"'gguf'.*'safetensors'"):
-        ExportSettings(to="gguf")
+    for settings, told in (({"dtype": "fp64"}, r"'fp64'.*'bf16'"), ({"to": "gguf"}, r"'gguf'.*'safetensors'")):
+        with pytest.raises(ConfigError, match=told):
+            ExportSettings(**settings)
 
 
 @RunIf(package="peft")
@@ -434,23 +420,15 @@ def test_adapters_of_peft_are_refused(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["up_proj"]))
-    trainer = quiet_trainer(tmp_path, max_steps=1)
-    trainer.fit(LitModel("llama", model=model))
-    trainer.save_checkpoint(tmp_path / "ckpt")
+    strategy = saved_after_a_step(LitModel("llama", model=model), tmp_path)
     with pytest.raises(UnsupportedError, match=r"adapters of PEFT.*lora_A"):
-        trainer.strategy.save_pretrained(tmp_path / "live")  # type: ignore[attr-defined]
-    trainer.strategy.close()  # type: ignore[attr-defined]
+        strategy.save_pretrained(tmp_path / "live")
+    strategy.close()
     with pytest.raises(SmartInfinityError, match=r"adapters of PEFT.*lora_A"):
         export(tmp_path / "ckpt", tmp_path / "out")
 
 
 # ---- the same weights, files and logits as transformers' own
-
-
-def exported(checkpoint: Path, out: Path, *options: str) -> Path:
-    """Run the command."""
-    assert main(["export", str(checkpoint), str(out), *options]) == 0
-    return out
 
 
 def stock_save(kind: str, weights: dict[str, torch.Tensor], folder: Path) -> Path:
@@ -492,8 +470,7 @@ def test_transformers_loads_every_weight(kind: str, trained: Train) -> None:
     model: Any = training.module.inner.model
     loaded, report = type(model).from_pretrained(training.root / "live", output_loading_info=True)
     assert not any(report.values()), report
-    assert loaded.dtype == torch.bfloat16
-    assert torch.equal(logits(loaded), training.logits)
+    assert loaded.dtype == torch.bfloat16 and torch.equal(logits(loaded), training.logits)
 
 
 @pytest.mark.parametrize("size", ["20KB", "20000", " 0.02 mb "])
@@ -501,9 +478,6 @@ def test_large_weights_are_sharded(size: str, trained: Train, tmp_path: Path) ->
     """Files stay below the size, the index names the file of every tensor, and transformers loads them."""
     training = trained("llama")
     out = exported(training.checkpoint, tmp_path / "out", "--max-shard-size", size)
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    files = set(index["weight_map"].values())
-    assert len(files) > 2
-    assert all((out / file).stat().st_size < 22_000 for file in files)
-    loaded = type(training.module.inner.model).from_pretrained(out)
-    assert torch.equal(logits(loaded), training.logits)
+    files = set(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].values())
+    assert len(files) > 2 and all((out / file).stat().st_size < 22_000 for file in files)
+    assert torch.equal(logits(type(training.module.inner.model).from_pretrained(out)), training.logits)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -24,9 +25,10 @@ from lightning_smartinfinity.errors import CheckpointError, ConfigError, Storage
 from lightning_smartinfinity.export import safetensors_file
 from lightning_smartinfinity.storage.folders import replacement
 from lightning_smartinfinity.storage.folders.replacement import exchange
-from tests.export.models import LitModel, build, files_of, tokens, train, without_checksums
+from tests.export.models import LitModel, build, exported, files_of, tokens, train, without_checksums
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.power_loss import content
 from tests.helpers.processes import REPOSITORY, run_module
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import PROCESS_LIMIT
@@ -52,13 +54,11 @@ def test_a_model_is_saved_during_a_fit(tmp_path: Path) -> None:
     strategy.close()
     saved = [files_of(tmp_path / f"live-{step}") for step in (1, 2, 3)]
     for step in (1, 2, 3):
-        assert main(["export", str(tmp_path / f"ckpt-{step}"), str(tmp_path / f"out-{step}")]) == 0
-        assert files_of(tmp_path / f"out-{step}") == saved[step - 1]
+        assert files_of(exported(tmp_path / f"ckpt-{step}", tmp_path / f"out-{step}")) == saved[step - 1]
         cached.append(len(FakeTensorMode.cache))
         gc.collect()
         objects.append(len(gc.get_objects()))
-    assert saved[0] != saved[1] != saved[2]
-    assert len(set(cached[1:])) == 1 and objects[2] <= objects[1]
+    assert saved[0] != saved[1] != saved[2] and len(set(cached[1:])) == 1 and objects[2] <= objects[1]
 
 
 def test_tensors_of_many_windows_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +69,10 @@ def test_tensors_of_many_windows_are_saved(tmp_path: Path, monkeypatch: pytest.M
     for module in (live_weights, saved_weights):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 101)
     training = train(tmp_path, LitModel("mixtral"))
-    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
     model = build("mixtral").bfloat16()
     model.load_state_dict(training.weights)
     model.save_pretrained(tmp_path / "stock")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "live")
+    assert files_of(exported(training.checkpoint, tmp_path / "out")) == files_of(tmp_path / "live")
     assert without_checksums(tmp_path / "out") == files_of(tmp_path / "stock")
 
 
@@ -83,11 +82,10 @@ def test_parameters_on_storage_are_saved(tmp_path: Path) -> None:
         "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")},
         "stage3_param_persistence_threshold": 0,
     }
-    strategy = SmartInfinityStrategy(tmp_path / "storage", zero=offload)
-    training = train(tmp_path, LitModel("gpt2"), strategy)
+    training = train(tmp_path, LitModel("gpt2"), SmartInfinityStrategy(tmp_path / "storage", zero=offload))
     for live, options in {"live": [], "live32": ["--dtype", "fp32"]}.items():
-        assert main(["export", str(training.checkpoint), str(tmp_path / f"out-{live}"), *options]) == 0
-        assert files_of(tmp_path / f"out-{live}") == files_of(tmp_path / live)
+        out = exported(training.checkpoint, tmp_path / f"out-{live}", *options)
+        assert files_of(out) == files_of(tmp_path / live)
 
 
 def test_fabric_saves_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,12 +94,10 @@ def test_fabric_saves_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixtu
     model = build("gpt2")
     teacher = fabric.setup_module(build("llama"))
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    loss = model(input_ids=tokens(), labels=tokens()).loss
-    fabric.backward(loss, model=model)
+    fabric.backward(model(input_ids=tokens(), labels=tokens()).loss, model=model)
     optimizer.step()
-    fabric.strategy.save_pretrained(tmp_path / "live")
-    fabric.strategy.save_pretrained(tmp_path / "named", model)
-    fabric.strategy.save_pretrained(tmp_path / "teacher", teacher)
+    for name, chosen in {"live": (), "named": (model,), "teacher": (teacher,)}.items():
+        fabric.strategy.save_pretrained(tmp_path / name, *chosen)
     fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer})
     fabric.strategy.close()
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
@@ -131,8 +127,7 @@ def test_a_model_loaded_in_configure_model_is_saved(tmp_path: Path) -> None:
     """Legacy names that transformers considers while it loads are not in the files."""
     build("bert").save_pretrained(tmp_path / "before")
     training = train(tmp_path, LoadsLate(tmp_path / "before"))
-    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "live")
+    assert files_of(exported(training.checkpoint, tmp_path / "out")) == files_of(tmp_path / "live")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() <= training.weights.keys()
 
 
@@ -157,12 +152,7 @@ def test_a_folder_is_saved_to_again(saved_once: pl.Trainer, tmp_path: Path) -> N
     assert (out / "tokenizer.json").read_text() == (out / "runs" / "log").read_text() == "old"
     (out / "tokenizer.json").unlink()
     shutil.rmtree(out / "runs")
-    assert files_of(out) == files_of(tmp_path / "new")
-    assert {path.name for path in tmp_path.iterdir()} == before
-
-
-def fail(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
+    assert files_of(out) == files_of(tmp_path / "new") and {path.name for path in tmp_path.iterdir()} == before
 
 
 def test_a_folder_stays_as_it_was_if_a_save_fails(
@@ -174,21 +164,20 @@ def test_a_folder_stays_as_it_was_if_a_save_fails(
     with pytest.raises(CheckpointError, match="is no folder"):
         save(tmp_path / "file")
 
+    fail = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+
     def fail_to_put(old: Path, new: Path) -> None:
         if new == out and old.name == "out":
             fail()
         rename(old, new)
 
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    before = content(out)
     exchanges = replacement.exchange is exchange
     last = (replacement, "exchange", fail) if exchanges else (replacement.os, "rename", fail_to_put)
     for owner, name, failing in ((safetensors_file.os, "pwrite", fail), last):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, failing)
-            with pytest.raises(StorageFullError):
-                save(out)
-        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-        assert not list(tmp_path.glob(".saving*"))
+        with mock.patch.object(owner, name, failing), pytest.raises(StorageFullError):
+            save(out)
+        assert content(out) == before and not list(tmp_path.glob(".saving*"))
 
 
 @pytest.mark.parametrize(
@@ -265,14 +254,11 @@ def test_two_processes_save_what_is_exported_of_their_checkpoint(
     live: str, options: tuple[str, ...], out: Path, tmp_path: Path
 ) -> None:
     """All files have the same bytes, whether two processes write them or one reads their checkpoint."""
-    assert main(["export", str(out / "ckpt"), str(tmp_path / "out"), *options]) == 0
-    assert files_of(out / live) == files_of(tmp_path / "out")
+    assert files_of(out / live) == files_of(exported(out / "ckpt", tmp_path / "out", *options))
 
 
 def test_lightning_takes_a_file_of_two_processes(out: Path, tmp_path: Path) -> None:
     """Slices of both processes are joined."""
-    from safetensors.torch import load_file
-
     assert main(["export", str(out / "ckpt"), str(tmp_path / "lit.ckpt"), "--to", "lightning"]) == 0
     params = LitModel.load_from_checkpoint(tmp_path / "lit.ckpt").inner.model.state_dict()
     masters = load_file(out / "live32" / "model.safetensors")
@@ -284,17 +270,14 @@ def test_a_model_that_is_only_evaluated_is_saved(out: Path, tmp_path: Path) -> N
     trainer: Any = quiet_trainer(tmp_path)
     trainer.validate(LitModel("gpt2"), ckpt_path=out / "ckpt")
     trainer.strategy.save_pretrained(tmp_path / "loaded")
-    assert files_of(tmp_path / "loaded") == files_of(out / "live")
-    assert files_of(out / "loaded") == files_of(out / "live")
+    assert files_of(tmp_path / "loaded") == files_of(out / "loaded") == files_of(out / "live")
 
 
 def test_every_process_raises_if_one_cannot_write(out: Path) -> None:
     """Both ranks have the error of the first; what existed stays, and a failed save leaves nothing."""
     first, second = (torch.load(out / f"errors-{rank}.pt") for rank in range(2))
-    assert first == second
-    assert "is no folder" in first[0] and "The third write failed" in first[1]
-    assert not (out / "failed").exists()
-    assert not list(out.glob(".saving*"))
+    assert first == second and "is no folder" in first[0] and "The third write failed" in first[1]
+    assert not (out / "failed").exists() and not list(out.glob(".saving*"))
 
 
 # ---- memory
@@ -306,17 +289,13 @@ BOUND = 60_000_000
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Measure in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.export.worker",
-        "memory",
-        str(tmp_path_factory.mktemp("memory")),
-        str(DEPTH),
-    ]
-    environment = fresh_environment() | {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT
+        [sys.executable, "-m", "tests.export.worker", "memory", tmp_path_factory.mktemp("memory"), str(DEPTH)],
+        cwd=REPOSITORY,
+        env=fresh_environment() | {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)},
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_LIMIT,
     )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.split("FIGURES ")[1].splitlines()[0])
