@@ -16,8 +16,6 @@ from hls.xclbin import xclbin
 from tests.helpers.xrt import LIBRARIES
 from tests.native.builds import ROOT, run
 
-__all__ = ["EmulatorBuild", "build", "locked"]
-
 _PROBE = Kernel("probe", number=9, arrays=("data",), words=("scale",))
 _PROBE_DESIGN = Design(SMARTSSD.platform, (ComputeUnit(_PROBE, "probe_1"), ComputeUnit(_PROBE, "probe_2")))
 _DRIVER = "libsmart_infinity_card.so.2"

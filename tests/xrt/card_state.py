@@ -22,23 +22,6 @@ from tests.helpers.waiting import await_that
 from tests.native.stored import Array, Run, StoredState, align, takes_direct
 from tests.xrt.cards import EmulatedCards
 
-__all__ = [
-    "ARRAYS",
-    "GRADIENT",
-    "NUMEL",
-    "STEP",
-    "TASKLET",
-    "CardState",
-    "bound",
-    "card_state",
-    "fail",
-    "make_good",
-    "runs_of",
-    "small_state",
-    "succeed",
-    "wait_until_returned",
-]
-
 _KERNELS = {getattr(native, rule.step): rule.kernel for rule in RULES}
 
 

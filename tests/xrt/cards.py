@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from tests.helpers.waiting import LIMIT
 from tests.xrt.builds import EmulatorBuild
 
-__all__ = ["ALL", "EmulatedCards", "Event"]
-
 ALL = -1
 """Stands for every card where a card's number is expected."""
 

@@ -17,9 +17,6 @@ from tests.helpers.waiting import await_that
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
-__all__ = ["Holder", "emulated_cards", "emulated_cards_of_process", "hold", "pyxrt"]
-
-
 Holder = Callable[..., Hold]
 """What the fixture ``hold`` returns."""
 

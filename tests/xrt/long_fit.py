@@ -19,8 +19,6 @@ from tests.helpers.trainers import fit
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
-__all__ = ["LitGPT2", "compare"]
-
 
 class LitGPT2(pl.LightningModule):
     """Trains on the same few random tokens; ``digest`` is that of the final state."""

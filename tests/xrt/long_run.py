@@ -21,8 +21,6 @@ from tests.pipeline.harness import Case, running
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
-__all__ = ["DTYPES", "compare"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SPECIAL = (np.nan, np.inf, -np.inf, -0.0, 1e-45, -1e-39)
 

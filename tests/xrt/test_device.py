@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_smartinfinity.devices.base import FolderTraffic
 from lightning_smartinfinity.planning.memory import host_bytes
 from lightning_smartinfinity.planning.simulator.handler import Route
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
 from lightning_smartinfinity.storage.state.commit_record import encode_record
-from tests.helpers.card_runs import OPTIMIZERS, beside_host, cards, same_as_host, settled_host
+from tests.helpers.card_runs import OPTIMIZERS, beside_host, cards, pipelines, same_as_host, settled_host
+from tests.helpers.native_testing import Throttle
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import await_that
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import align
 from tests.pipeline.fake_link import CudaRun, FakeLink
-from tests.pipeline.harness import Case, running
+from tests.pipeline.harness import Case, Run, everything, running
 from tests.planning.test_memory import CASE as PLANNED
 from tests.planning.test_memory import DENSE
 from tests.xrt.cards import EmulatedCards
@@ -101,22 +105,20 @@ def test_traffic_of_a_step(
     changes = {**OPTIMIZERS[optimizer], "options": (OPTIMIZERS[optimizer].get("options", ({"lr": 0.1},))[0],)}
     case = Case(dtype=dtype, gradient_dtype=dtype, num_devices=2, shapes=PLAIN, **changes)
     with running(tmp_path, case, device=cards(emulated_cards.build.xclbin, gradient_route=route)) as run:
-        before, plan = run.handler.traffic(), run.collect(1)
-        plan.active[:] = True
+        before = run.handler.traffic()
         emulated_cards.reset()
-        run.handler.begin_step(plan)
+        run.handler.begin_step(everything(run.collect(1)))
         run.handler.commit()
         moved = run.handler.traffic() - before
         shared = (moved.shared_write_bytes, moved.shared_read_bytes)
         internal = (moved.internal_read_bytes, moved.internal_write_bytes)
-        assert moved.numel == NUMEL
         assert (*shared, *internal) == tuple(NUMEL * nbytes for nbytes in TRAFFIC[optimizer, route, dtype])
         runs, sent, received = (
             sum(emulated_cards.counter(name, card) for card in range(2))
             for name in ("runs_completed", "bytes_to", "bytes_from")
         )
         num_tasklets = run.layout.extents.num_tasklets
-        assert runs == num_tasklets
+        assert moved.numel == NUMEL and runs == num_tasklets
         # A trailer each way, a status that is cleared and read, and the commit record.
         record = len(encode_record(run.store._record, job=bytes(16)))
         assert moved.control_bytes == num_tasklets * 2 * BLOCK_BYTES + runs * 2 * 64 + record
@@ -125,9 +127,8 @@ def test_traffic_of_a_step(
         # The gradients of a tasklet fill whole pages of the file that they go through.
         gradients = [extent.numel * dtype.itemsize for extent in run.layout.extents.extents]
         through_file = sum(map(align, gradients)) if route == "storage" else 0
-        for moved_bytes in ("read_bytes", "write_bytes"):
-            assert sum(getattr(folder, moved_bytes) for folder in moved.folders) == extents + through_file
-        assert moved.storage_write_bytes == extents + through_file
+        read, written = (sum(getattr(each, name) for each in moved.folders) for name in ("read_bytes", "write_bytes"))
+        assert read == written == moved.storage_write_bytes == extents + through_file
         # Arrays fill blocks, each way; parameters fill beats, and so do gradients, or blocks twice through the file.
         beats = sum(-nbytes % 64 for nbytes in gradients)
         filling = beats + (2 * sum(-nbytes % BLOCK_BYTES for nbytes in gradients) if route == "storage" else beats)
@@ -142,13 +143,12 @@ def test_gradients_that_are_still_on_their_way(
 ) -> None:
     """A tasklet goes to a card when a CUDA device has sent its gradients, though the host has long gone on."""
     case, link = Case(num_devices=2), FakeLink(fake_cuda)
-    device = cards(emulated_cards.build.xclbin)
-    run = CudaRun(tmp_path / "card", case, link, on_device=False, device=device)
+    run = CudaRun(tmp_path / "card", case, link, on_device=False, device=cards(emulated_cards.build.xclbin))
     with running(tmp_path / "host", case, device=settled_host) as host:
         for step in range(2):
             for each in (run, host):
                 each.arena.reset()
-                plan = replace(each.plan(), active=np.ones(len(each.parameters), np.bool_))
+                plan = everything(each.plan())
                 each.handler.begin_incremental(plan)
                 for index, parameter in enumerate(each.layout.parameters):
                     gradient = link.on_device(torch.linspace(-1, step, parameter.real_numel))
@@ -185,15 +185,12 @@ def test_state_is_written_before_it_is_flushed(
 
     case = Case(dtype=torch.bfloat16, num_devices=2, durability="power")
     with running(tmp_path, case, device=cards(emulated_cards.build.xclbin)) as run:
-        before, plan, flush = run.handler.traffic(), run.collect(1), run.store._flush_files
+        before, flush = run.handler.traffic(), run.store._flush_files
         monkeypatch.setattr(run.store, "_flush_files", flushed)
-        plan.active[:] = True
-        run.handler.begin_step(plan)
+        run.handler.begin_step(everything(run.collect(1)))
         run.handler.commit()
-        extents: list[list[int]] = [[], []]
-        for extent, device in zip(run.layout.extents.extents, run.store.assigned, strict=True):
-            extents[device].append(extent.nbytes)
-    assert written == [sum(of_device) for of_device in extents]
+        assigned = [*zip(run.layout.extents.extents, run.store.assigned, strict=True)]
+    assert written == [sum(extent.nbytes for extent, device in assigned if device == number) for number in range(2)]
 
 
 def test_threads_memory_and_description(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
@@ -224,3 +221,93 @@ def test_planned_memory(emulated_cards: EmulatedCards, tmp_path: Path, route: Ro
     with running(tmp_path, PLANNED.but(num_devices=2), device=device) as run:
         held = {"ring": run.handler.ring_bytes, "gradient_arena": run.arena.buffer.nbytes}
     assert host_bytes(DENSE, arena_item_bytes=4, num_cards=2, route=route) == held
+
+
+# ---- what overlaps, by the order of events: a run that hangs keeps the card's kernel until it is released
+
+
+OVERLAPPING = Case(dtype=torch.bfloat16, shapes=((40_000, 0, 0, 0),), num_buffers=4)
+
+
+class Begun(NamedTuple):
+    """A step whose first run is held, the parameters before it, and what has moved since, by folder."""
+
+    run: Run
+    parameters: torch.Tensor
+    folders: Callable[[], Sequence[FolderTraffic]]
+
+
+@contextmanager
+def begun(
+    folder: Path,
+    emulated_cards: EmulatedCards,
+    caplog: pytest.LogCaptureFixture,
+    case: Case = OVERLAPPING,
+    prepare: Callable[[Run], object] = bool,
+    **where: int,
+) -> Iterator[Begun]:
+    """Yield a step that has begun while a run of a card is held; in the end the step is compared with the host's.
+
+    It does not wait until the card's timeout, after which the host would take over.
+    """
+    with beside_host(folder, case, emulated_cards.build.xclbin) as (run, host):
+        prepare(run)
+        before, parameters = run.handler.traffic(), run.partition[0].clone()
+        emulated_cards.inject("hang", **where)
+        run.handler.begin_step(run.collect(1))
+        emulated_cards.wait_for("run-hung")
+        yield Begun(run, parameters, lambda: (run.handler.traffic() - before).folders)
+        emulated_cards.release()
+        run.handler.commit()
+        host.step(1)
+    assert "failed: " not in caplog.text
+
+
+def test_what_goes_on_beside_a_run(
+    tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While one tasklet is computed, the next are read from the SSD and the gradient of one arrives.
+
+    The parameters of the tasklet before have arrived, and its state is on the SSD.
+    """
+    with begun(tmp_path, emulated_cards, caplog, skipped=1) as step:
+        extents = step.run.layout.extents
+
+        def arrived() -> int:
+            return len([event for event in emulated_cards.events("to-end") if int(event.fields[1]) > 64])
+
+        await_that(lambda: step.folders()[0].write_bytes == extents.extents[0].nbytes)
+        await_that(lambda: arrived() == 3 and step.folders()[0].read_bytes == 5 * extents.extents[0].nbytes)
+        numel = extents.tasklet_numel
+        pairs = zip(step.run.partition[0].split(numel), step.parameters.split(numel), strict=True)
+        assert sum(not torch.equal(now, then) for now, then in pairs) == len(emulated_cards.events("run-end")) == 1
+
+
+def test_a_card_goes_on_while_another_is_held(
+    tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of one card's tasklets are computed, and their state written, while the other's first kernel is held."""
+    with begun(tmp_path, emulated_cards, caplog, OVERLAPPING.but(num_devices=2), card=0) as step:
+        extents, assigned = step.run.layout.extents.extents, step.run.store.assigned
+        own = [extent.nbytes for extent, device in zip(extents, assigned, strict=True) if device]
+        emulated_cards.wait_for("run-end", card=1, count=len(own))
+        await_that(lambda: step.folders()[1].write_bytes == sum(own))
+        assert not emulated_cards.events("run-end", card=0) and step.folders()[0].write_bytes == 0
+
+
+def test_parameters_are_there_before_their_state_is_written(
+    tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wait for a tasklet's parameters does not wait for the slow write of its state."""
+    throttles: list[Throttle] = []
+
+    def prepare(run: Run) -> None:
+        throttles.append(Throttle(pipelines(run)[0], run.store.files))
+
+    with begun(tmp_path, emulated_cards, caplog, OVERLAPPING.but(shapes=((5_000, 0, 0, 0),)), prepare) as step:
+        # The state has been read: only its write is slow from now on.
+        throttles[0].bytes_per_second = 2 * step.run.layout.extents.extents[0].nbytes
+        emulated_cards.release()
+        step.run.handler.step.wait([0])
+        assert step.folders()[0].write_bytes == 0 and not torch.equal(step.run.partition[0], step.parameters)
+        throttles[0].bytes_per_second = 0

@@ -21,8 +21,6 @@ import pybind11
 from tests.helpers.xrt import VERSION
 from tests.native.builds import built_once
 
-__all__ = ["current", "expected", "load", "signatures"]
-
 _FOLDER = Path(__file__).parent
 
 
