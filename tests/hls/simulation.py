@@ -9,15 +9,13 @@ import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hls.description import Kernel
 from tests.helpers.waiting import BUILD_LIMIT, LIMIT
-
-__all__ = ["LIBRARIES", "PROGRAMS", "ROOT", "Buffer", "Library", "Program", "Simulation", "aligned", "built"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,49 +82,23 @@ class Library:
 
 
 class Program:
-    """A build that runs in a process of its own, see hls/sim/server.cpp. It ends with the context."""
+    """A build that runs in a process of its own each time, see hls/sim/server.cpp."""
 
     def __init__(self, file: Path) -> None:
         # Older thread sanitizers know fewer layouts of the address space than kernels choose from.
-        command = ["setarch", "-R", str(file)] if shutil.which("setarch") else [str(file)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    def __enter__(self) -> Program:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            _, report = self._process.communicate(timeout=LIMIT)
-        finally:
-            self._process.kill()
-        assert self._process.returncode == 0 and not report, report.decode()
+        self._command = ["setarch", "-R", str(file)] if shutil.which("setarch") else [str(file)]
 
     def run(self, kernel: Kernel, buffers: Sequence[Buffer], words: Sequence[int]) -> str:
         request = [struct.pack("=II", kernel.number, len(buffers))]
         for buffer in buffers:
             request += [struct.pack("=Q", buffer.nbytes), buffer.tobytes()]
         request += [struct.pack("=I", len(words)), np.array(words, np.uint32).tobytes()]
-        try:
-            return self._exchange(b"".join(request), buffers)
-        except (BrokenPipeError, EOFError):
-            raise AssertionError(_pipe(self._process.stderr).read().decode()) from None
-
-    def _exchange(self, request: bytes, buffers: Sequence[Buffer]) -> str:
-        _pipe(self._process.stdin).write(request)
-        _pipe(self._process.stdin).flush()
-        (size,) = struct.unpack("=Q", self._received(8))
-        message = self._received(size).decode()
+        done = subprocess.run(self._command, input=b"".join(request), capture_output=True, timeout=LIMIT)
+        assert done.returncode == 0 and not done.stderr, done.stderr.decode()
+        (size,) = struct.unpack_from("=Q", done.stdout)
+        end = 8 + size
+        message = done.stdout[8:end].decode()
         for buffer in buffers:
-            buffer[:] = np.frombuffer(self._received(buffer.nbytes), np.uint8)
+            buffer[:] = np.frombuffer(done.stdout, np.uint8, buffer.nbytes, end)
+            end += buffer.nbytes
         return message
-
-    def _received(self, size: int) -> bytes:
-        answer = _pipe(self._process.stdout).read(size)
-        if len(answer) < size:
-            raise EOFError
-        return answer
-
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
@@ -25,14 +24,10 @@ SANITIZED = [pytest.param(program, marks=pytest.mark.long) for program in PROGRA
 
 
 @pytest.fixture(scope="module", params=[*LIBRARIES[1:], *SANITIZED])
-def simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
+def simulation(request: pytest.FixtureRequest) -> Simulation:
     """Each build but the sequential one, which has its own test file."""
     file = built(request.param)
-    if request.param in LIBRARIES:
-        yield Library(file)
-    else:
-        with Program(file) as program:
-            yield program
+    return Library(file) if request.param in LIBRARIES else Program(file)
 
 
 @pytest.mark.parametrize("step", [steps[0] for steps in STEPS_OF_RULES.values()], ids=STEPS_OF_RULES)
@@ -48,8 +43,7 @@ def test_runs(simulation: Simulation, step: object) -> None:
 @pytest.mark.parametrize("form", [FORMS[3], BLOCK_SCALED], ids=["sparse", "8 bits"])
 def test_a_long_run(simulation: Simulation, form: Form) -> None:
     """Every stream is filled to its depth and more, and blocks follow each other."""
-    tasklet = make_tasklet(STEPS["adamw"], BLOCK + 5_000, form)
-    tasklet.run(simulation, BLOCK - 4_000, BLOCK + 4_000)
+    make_tasklet(STEPS["adamw"], BLOCK + 5_000, form).run(simulation, BLOCK - 4_000, BLOCK + 4_000)
 
 
 def test_bad_payloads(simulation: Simulation) -> None:
