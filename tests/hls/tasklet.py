@@ -25,8 +25,6 @@ from tests.helpers.compressed import Codes, Payload, block_scaled_codes, compres
 from tests.helpers.golden import RULES, Bits, Floats, assert_same_bits, decode, encode, random_arrays
 from tests.hls.simulation import Buffer, Simulation, aligned
 
-__all__ = ["FORMS", "KERNEL_OF", "Form", "Tasklet", "make_tasklet", "same_numbers", "stored_in"]
-
 KERNEL_OF: dict[type, Kernel] = {
     getattr(native, rule.step): kernel for kernel, rule in zip(KERNELS, DESCRIPTIONS, strict=True)
 }
@@ -165,9 +163,8 @@ class Tasklet:
         sums = {"gradient_read": gradient, "indices_read": indices, "header_read": header}
         for number in range(MAX_ARRAYS):
             for name, arrays in (("read", before[1:-1]), ("written", self.arrays)):
-                known = arrays[number : number + 1]
                 sums[f"array{number}_{name}"] = sum(
-                    checksum(part_of(array, first, last, DType.FLOAT32)) for array in known
+                    checksum(part_of(array, first, last, DType.FLOAT32)) for array in arrays[number : number + 1]
                 )
         return {**sums, "parameter_written": checksum(part_of(self.parameter, first, last, self.form.parameter))}
 

@@ -231,9 +231,10 @@ def test_the_interval_is_of_the_loop_that_is_furthest_behind(
     report: Path, beats: int, groups: int, expected: dict[str, object]
 ) -> None:
     """Each loop is compared with its own pragma: a loop of two beats may take twice as long as others."""
-    loops = f"<groups><PipelineII>{groups}</PipelineII></groups>"
-    module = "<Module><Name>store_parameter</Name><PerformanceEstimates><SummaryOfLoopLatency>"
-    module += f"{loops}</SummaryOfLoopLatency></PerformanceEstimates></Module>"
+    module = (
+        "<Module><Name>store_parameter</Name><PerformanceEstimates><SummaryOfLoopLatency><groups>"
+        f"<PipelineII>{groups}</PipelineII></groups></SummaryOfLoopLatency></PerformanceEstimates></Module>"
+    )
     text = REPORT.replace("</ModuleInformation>", f"{module}</ModuleInformation>")
     # A loop around a DATAFLOW region has no pragma of an interval.
     text = text.replace("<PipelineII>undef", "<PipelineII>65536")

@@ -152,8 +152,7 @@ def count(tasklet: Tasklet, words: list[int], *, change: int) -> None:
 
 
 def more_values_than_elements(tasklet: Tasklet, words: list[int]) -> None:
-    payload = build(np.arange(11) % 10, np.ones(11, np.float32), 10, FLOAT32)
-    tasklet.hold(payload, tasklet.dense)
+    tasklet.hold(build(np.arange(11) % 10, np.ones(11, np.float32), 10, FLOAT32), tasklet.dense)
 
 
 SPARSE_BF16 = Form(DType.BFLOAT16, DType.BFLOAT16, 0.01)

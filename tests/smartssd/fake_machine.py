@@ -41,9 +41,8 @@ class Machine:
     def function(self, path: str, *, kind: str, vendor: str = "0x144d") -> Path:
         """Add a PCI function, such as ``"pci0000:3a/0000:3a:00.0/0000:3b:00.0"``, with the bridges above it."""
         folder = self.sysfs / "devices" / path
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "class").write_text(kind + "\n")
-        (folder / "vendor").write_text(vendor + "\n")
+        _write(folder / "class", kind)
+        _write(folder / "vendor", vendor)
         _link(self.sysfs / "bus/pci/devices" / folder.name, folder)
         return folder
 
@@ -51,7 +50,7 @@ class Machine:
         self,
         path: str,
         *,
-        p2p: str | None = f"bar:{4 * GIB}\nexp_bar:{4 * GIB}\n",
+        p2p: str | None = f"bar:{4 * GIB}\nexp_bar:{4 * GIB}",
         driver: bool = True,
         minor: int = 128,
         shell: str = SHELL,
@@ -62,19 +61,14 @@ class Machine:
             return folder
         drivers = self.sysfs / "bus/pci/drivers/xocl"
         _link(drivers / folder.name, folder)
-        (drivers / "bind").touch()
-        (drivers / "module").mkdir(exist_ok=True)
-        (drivers / "module/version").write_text(f"{XOCL}\n")
         _link(folder / "driver", drivers)
-        (folder / "rom.u.4194304").mkdir()
-        (folder / "rom.u.4194304/VBNV").write_text(f"{shell}\n")
+        _write(drivers / "bind")
+        _write(drivers / "module/version", XOCL)
+        _write(folder / "rom.u.4194304/VBNV", shell)
         if p2p is not None:
-            (folder / "p2p.u.12582912").mkdir()
-            (folder / "p2p.u.12582912/config").write_text(p2p)
+            _write(folder / "p2p.u.12582912/config", p2p)
         (folder / f"drm/renderD{minor}").mkdir(parents=True)
-        node = self.root / f"dev/dri/renderD{minor}"
-        node.parent.mkdir(parents=True, exist_ok=True)
-        node.touch()
+        _write(self.root / f"dev/dri/renderD{minor}")
         return folder
 
     def ssd(self, path: str, name: str = "nvme0", *, partition: str = "", device: str = "259:0") -> Path:
@@ -84,8 +78,7 @@ class Machine:
         block.mkdir(parents=True)
         if partition:
             block = block / f"{name}n1{partition}"
-            block.mkdir()
-            (block / "partition").write_text("1\n")
+            _write(block / "partition", "1")
         self.block(device, block)
         return folder
 
@@ -116,6 +109,11 @@ def smartssd(machine: Machine, number: int, *, mounted: str = "", upstream: str 
     machine.ssd(f"{switch}/0000:{bus + 1:02x}:01.0/0000:{bus + 3:02x}:00.0", f"nvme{number}", device=f"259:{number}")
     if mounted:
         machine.mount(mounted, f"259:{number}", source=f"/dev/nvme{number}n1")
+
+
+def _write(file: Path, *lines: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{line}\n" for line in lines))
 
 
 def _link(link: Path, target: Path) -> None:

@@ -6,14 +6,12 @@ Calls let other threads run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from tests.helpers.native_testing import sync_to_card
-
-__all__ = ["Buffer", "Device", "opened"]
 
 
 class Device:
@@ -42,8 +40,5 @@ class Buffer:
 @contextmanager
 def opened(index: int, xclbin: Path) -> Iterator[Device]:
     """Open a card, and close it after the block."""
-    device = Device(index, xclbin)
-    try:
+    with closing(Device(index, xclbin)) as device:
         yield device
-    finally:
-        device.close()

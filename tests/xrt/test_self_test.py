@@ -365,11 +365,11 @@ class Choosing:
     def settings(self, wanted: str, **settings: Any) -> OffloadSettings:
         # A trial of memory fills all of it: tasklets are the smallest without a warning.
         usual = {
+            "storage": (self.folder / "a", self.folder / "b"),
             "transfer": TransferConfig(num_buffers=2, tasklet_bytes=16 << 20),
             "smartssd": SmartSSDConfig(xclbin=self.build.xclbin),
         }
-        folders = (self.folder / "a", self.folder / "b")
-        return OffloadSettings(storage=folders, update_device=wanted, **{**usual, **settings})
+        return OffloadSettings(update_device=wanted, **{**usual, **settings})
 
     def __call__(self, wanted: str = "auto", *, optimizer: str = "Adam", **settings: Any) -> CardSetup | None:
         return choose_update_device(self.settings(wanted, **settings), optimizer=optimizer).cards
@@ -403,8 +403,7 @@ def test_an_xclbin_with_the_kernel_of_rmsprop_alone(choose: Choosing, emulated_c
     emulated_cards.reset(count=12)
     chosen = choose(optimizer="RMSprop", smartssd=SmartSSDConfig(xclbin=path, devices=[10, 11]))
     assert chosen is not None and chosen.xclbin.kernels == ("rmsprop_update",)
-    case = Case(num_devices=2, **OPTIMIZERS["rmsprop"])
-    with beside_host(choose.folder, case, path, first=10) as runs:
+    with beside_host(choose.folder, Case(num_devices=2, **OPTIMIZERS["rmsprop"]), path, first=10) as runs:
         for each in runs:
             each.step(0)
 
@@ -525,12 +524,11 @@ def test_memory_for_the_types_of_gradients_and_parameters(
     choose: Choosing, emulated_cards: EmulatedCards, gradient: int, parameter: int, mib: int
 ) -> None:
     """The trial counts gradients and parameters of their types beside two tasklets of 32 MiB of state."""
-    settings = {"gradient_itemsize": gradient, "parameter_itemsize": parameter}
     transfer = TransferConfig(num_buffers=2, tasklet_bytes=32 << 20)
-    emulated_cards.set("dram_mib", mib)
-    assert choose(transfer=transfer, **settings) is not None
-    emulated_cards.set("dram_mib", mib - 1)
-    assert choose(transfer=transfer, **settings) is None
+    for memory, fits in ((mib, True), (mib - 1, False)):
+        emulated_cards.set("dram_mib", memory)
+        chosen = choose(transfer=transfer, gradient_itemsize=gradient, parameter_itemsize=parameter)
+        assert (chosen is not None) == fits
 
 
 @pytest.mark.parametrize(("optimizer", "largest"), [("Adam", 12 << 29), ("SGD", 8 << 29)])
