@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero import parameter_offload, stage3
-from deepspeed.runtime.zero.partition_parameters import (
-    DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR,
-    Init,
-    ZeroParamStatus,
-)
+from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, Init, ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
@@ -28,8 +27,81 @@ from lightning_smartinfinity.zero3.optimizer.release import release_module
 from tests.helpers.models import Recipe
 from tests.helpers.plain import Everything
 from tests.helpers.trainers import quiet_trainer
-from tests.zero3.observed import Calls, observing
 from tests.zero3.test_contract import passed, undecorated
+
+_WATCHED = ("deepspeed.", "lightning.", "lightning_smartinfinity.", "torch.optim.")
+# Decorators: the function that they wrap counts as called by their caller.
+_WRAPPERS = ("wrapped_fn", "decorate_context", "inner", "_fn", "wrapper")
+
+
+class Calls:
+    """Calls between functions of the watched packages, by qualified name (``Class.method``), in their order."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[int, str, str]] = []
+
+    def note(self, invocation: int, caller: str, callee: str) -> None:
+        self._made.append((invocation, caller, callee))
+
+    def has(self, caller: str, callee: str) -> bool:
+        """Return whether the first function was seen calling the second."""
+        return any(call[1:] == (caller, callee) for call in self._made)
+
+    def missing(self, *pairs: tuple[str, str]) -> list[tuple[str, str]]:
+        """Return those pairs of which the first function was not seen calling the second."""
+        return [pair for pair in pairs if not self.has(*pair)]
+
+    def callers(self, callee: str) -> set[str]:
+        """Return all functions that were seen calling it."""
+        return {caller for _, caller, called in self._made if called == callee}
+
+    def made_by(self, caller: str) -> list[str]:
+        """Return what the first invocation of a function called, in order."""
+        (first, *_) = [number for number, name, _ in self._made if name == caller] or [-1]
+        return [callee for number, _, callee in self._made if number == first]
+
+    def in_order(self, caller: str, *callees: str) -> bool:
+        """Return whether the first invocation of a function called these, for the first time, in this order."""
+        made = self.made_by(caller)
+        return all(callee in made for callee in callees) and [*callees] == sorted(callees, key=made.index)
+
+
+@contextmanager
+def observing() -> Iterator[Calls]:
+    """Note the calls that this thread makes."""
+    calls = Calls()
+    # The invocation number and the name of each running function, or None for a function that is not watched.
+    stack: list[tuple[int, str] | None] = []
+    count = 0
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        if event == "return":
+            if stack:
+                stack.pop()
+        elif event == "call":
+            code = frame.f_code
+            if code.co_name in _WRAPPERS:
+                stack.append(stack[-1] if stack else None)
+                return
+            if not f"{frame.f_globals.get('__name__')}.".startswith(_WATCHED):
+                stack.append(None)
+                return
+            if stack and stack[-1] is not None:
+                calls.note(*stack[-1], code.co_qualname)
+            count += 1
+            stack.append((count, code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+# ---- a small training, and the calls in it
+
 
 STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
 OURS = "StorageOptimizer"
@@ -109,8 +181,8 @@ def test_classes_are_looked_up_when_they_are_needed(seen: Observed) -> None:
     """
     built = seen.callers(f"{OURS}.__init__")
     assert built == {"DeepSpeedEngine._configure_zero_optimizer"}, "the stock optimizer would keep state in memory"
-    for engine in ("SmartInfinityEngine", "EvaluationEngine"):
-        assert seen.has("_build", f"{engine}.__init__"), "stock engines would train or evaluate instead of ours"
+    engines = [("_build", f"{name}.__init__") for name in ("SmartInfinityEngine", "EvaluationEngine")]
+    assert seen.missing(*engines) == [], "stock engines would train or evaluate instead of ours"
 
 
 @pytest.mark.seam("an autocast around an engine's forward reaches into it")
@@ -183,8 +255,14 @@ def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
     A parameter is released only when no module uses it: ds_active_sub_modules is the set of those that do.
     """
     param = seen.param
-    assert (param.ds_numel, tuple(param.ds_shape)) == (32, (32,)), "parameters/partition.py, gather_on_use.py"
-    assert param.partition_numel() == param.ds_tensor.numel() == param.ds_tensor.ds_numel == 32
+    numels = (
+        param.ds_numel,
+        *param.ds_shape,
+        param.partition_numel(),
+        param.ds_tensor.numel(),
+        param.ds_tensor.ds_numel,
+    )
+    assert numels == (32,) * 5, "parameters/partition.py, gather_on_use.py"
     assert isinstance(param.ds_id, int) and isinstance(param.ds_status, ZeroParamStatus), "parameters/gather_on_use.py"
     assert param.ds_process_group is not None and param.ds_summary()["shape"], "parameters/gather_on_use.py"
     assert param._z3_optimizer is seen.engine.optimizer, (
@@ -229,10 +307,13 @@ def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
     DeepSpeedZeRoOffload.release_backward_leftovers, which we postpone.
     """
     releasing = "RetainedGraphs._unless_retained.<locals>.releasing"
-    assert seen.has(f"{STAGE3}.backward_epilogue", releasing)
-    assert seen.has(releasing, "DeepSpeedZeRoOffload.release_backward_leftovers")
-    assert seen.callers(f"{OURS}.backward_epilogue") == {"DeepSpeedEngine._backward_epilogue"}
-    assert seen.callers("SmartInfinityEngine.backward") == {"SmartInfinityPrecision.backward"}, "graphs go unseen"
+    leftovers = (releasing, "DeepSpeedZeRoOffload.release_backward_leftovers")
+    assert seen.missing((f"{STAGE3}.backward_epilogue", releasing), leftovers) == []
+    expected = {
+        f"{OURS}.backward_epilogue": {"DeepSpeedEngine._backward_epilogue"},
+        "SmartInfinityEngine.backward": {"SmartInfinityPrecision.backward"},  # or graphs go unseen
+    }
+    assert {name: seen.callers(name) for name in expected} == expected
 
 
 @pytest.mark.seam("RetainedGraphs keeps parameters gathered, guard_modules refuses late ones")
@@ -322,9 +403,8 @@ def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed
     """A forward sets FWD_MODULE_STACK, ZeROOrderedDict._in_forward of _parameters, ds_inflight_param_registry."""
     assert seen.module.in_forward and all(seen.module.in_forward), "after a broken forward whoever reads one gathers it"
     assert isinstance(parameter_offload.FWD_MODULE_STACK, list) and any(seen.module.stack)
-    children = [child for child in seen.module.modules() if child._parameters]
-    assert all(isinstance(child._parameters, parameter_offload.ZeROOrderedDict) for child in children)
-    assert not any(child._parameters._in_forward for child in children)
+    owned: list[Any] = [child._parameters for child in seen.module.modules() if child._parameters]
+    assert {(type(each), each._in_forward) for each in owned} == {(parameter_offload.ZeROOrderedDict, False)}
     assert len(seen.engine.module.ds_inflight_param_registry) == 0, "gathers in flight are waited for there"
 
 
@@ -404,8 +484,8 @@ def test_the_optimizer_state_reaches_the_checkpoint_engine_as_it_was_described(s
     """_save_zero_checkpoint saves state_dict; _get_all_zero_checkpoint_state_dicts reads it for load_state_dict."""
     for verb in ("state_dict", "load_state_dict"):
         assert seen.callers(f"{OURS}._rigid_{verb}") == {f"{STAGE3}.{verb}"}
-    assert seen.has("DeepSpeedEngine._save_zero_checkpoint", f"{STAGE3}.state_dict")
-    assert seen.has("DeepSpeedEngine._get_all_zero_checkpoint_state_dicts", "SmartInfinityCheckpointEngine.load")
+    loads = ("DeepSpeedEngine._get_all_zero_checkpoint_state_dicts", "SmartInfinityCheckpointEngine.load")
+    assert seen.missing(("DeepSpeedEngine._save_zero_checkpoint", f"{STAGE3}.state_dict"), loads) == []
 
 
 @pytest.mark.seam("comparing parameters before anything is loaded")
@@ -434,10 +514,10 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
     prologue = f"{OURS}.checkpoint_event_prologue"
     assert seen.in_order("DeepSpeedEngine.load_checkpoint", prologue, "DeepSpeedEngine._load_checkpoint", epilogue)
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", prologue, "DeepSpeedEngine._save_checkpoint", epilogue)
-    assert seen.has(base, f"{OURS}._partition_all_parameters"), "a load would fill gathered ones"
-    # Ours wraps the method that zero.Init installs (parameters/gather_methods.py).
-    assert seen.has(epilogue, "GatherNow.__call__"), "zero3/optimizer/storage_optimizer.py, skipped step"
-    assert seen.has("Gather._gather", "Init._convert_to_deepspeed_param.<locals>.all_gather")
+    # Or a load would fill gathered ones. Ours wraps the method that zero.Init installs (parameters/gather_methods.py).
+    gathers = ("Gather._gather", "Init._convert_to_deepspeed_param.<locals>.all_gather")
+    pairs = [(base, f"{OURS}._partition_all_parameters"), (epilogue, "GatherNow.__call__"), gathers]
+    assert seen.missing(*pairs) == []
 
 
 # ---- Lightning's loops
@@ -458,8 +538,8 @@ def test_callbacks_are_complete_before_setup_environment_and_set_up_after_it(see
 @pytest.mark.seam("we let it run")
 def test_the_accumulation_scheduler_asks_its_trainer_for_the_strategy(seen: Observed) -> None:
     """GradientAccumulationScheduler.on_train_start, looked up on the instance as hooks are, asks trainer.strategy."""
-    assert seen.has("_call_callback_hooks", "_run_admitted"), "GradientAccumulationScheduler would raise again"
-    assert seen.has("GradientAccumulationScheduler.on_train_start", "_AnyStrategy.__getattr__")
+    asks = ("GradientAccumulationScheduler.on_train_start", "_AnyStrategy.__getattr__")
+    assert seen.missing(("_call_callback_hooks", "_run_admitted"), asks) == [], "it would raise again"
 
 
 @pytest.mark.seam("SmartInfinityStrategy restores RandomStates after every hook that only a start has")
@@ -479,12 +559,12 @@ def test_set_up_of_training_and_evaluation_goes_through_the_overridden_hooks(see
     train, init_deepspeed = "DeepSpeedStrategy._initialize_deepspeed_train", "SmartInfinityStrategy.init_deepspeed"
     for hook in ("_init_optimizers", "_setup_model_and_optimizer"):
         assert seen.callers(f"SmartInfinityStrategy.{hook}") == {train}, hook
-    for call in (
+    missing = seen.missing(
         (init_deepspeed, train),
         (init_deepspeed, "SmartInfinityStrategy._initialize_deepspeed_inference"),
         ("SmartInfinityStrategy.setup_distributed", "DeepSpeedStrategy._init_deepspeed_distributed"),
-    ):
-        assert seen.has(*call), call
+    )
+    assert missing == []
     assert seen.callers("SmartInfinityStrategy._format_config"), "DeepSpeed would clip and accumulate"
 
 

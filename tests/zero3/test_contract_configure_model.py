@@ -20,16 +20,17 @@ from torch.overrides import TorchFunctionMode
 from lightning_smartinfinity.zero3.parameters.gather_on_use import _OWN_REFERENCES, _is_unused
 from lightning_smartinfinity.zero3.parameters.torch_functions import _LEFT, ScalarsAsBytes, sendable
 from tests.helpers.runif import RunIf
+from tests.zero3.test_contract import assert_in_order, lacking, passed
 
 
 @pytest.mark.seam("tensors keep the dtype that the model asks for")
 def test_dtypes_of_new_tensors_are_overridden_by_the_outermost_context() -> None:
     """DeepSpeedTensorOverride of top_level_context decides; _add_tensor_creation_wrappers wraps torch's functions."""
     assert partition_parameters.top_level_context is None
-    source = inspect.getsource(Init._add_tensor_creation_wrappers)
-    assert "if DeepSpeedTensorOverride.dtype in self.tensor_overrides:" in source
-    assert "torch.empty = zero_wrapper_for_fp_tensor_constructor(_orig_torch_empty," in source
-    assert "top_level_context = self" in inspect.getsource(Init.__enter__)
+    asked = "if DeepSpeedTensorOverride.dtype in self.tensor_overrides:"
+    wrapping = "torch.empty = zero_wrapper_for_fp_tensor_constructor(_orig_torch_empty,"
+    assert lacking(Init._add_tensor_creation_wrappers, asked, wrapping) == []
+    assert lacking(Init.__enter__, "top_level_context = self") == []
 
 
 @pytest.mark.seam("nothing stays replaced", "torch.nn.functional.linear stays zero3_linear_wrap; zero_init_context.")
@@ -54,11 +55,11 @@ def test_every_parameter_is_partitioned_by_one_method() -> None:
     """A constructor under zero.Init and an engine both call zero.Init._zero_init_param on the instance, the engine in
     DeepSpeedEngine._configure_distributed_model.
     """
-    source = inspect.getsource(DeepSpeedEngine._configure_distributed_model)
-    assert source.index("self.__check_params(self.module, check_dtype)") > source.index("is_zero_init_model = ")
+    checking = "self.__check_params(self.module, check_dtype)"
+    assert_in_order(DeepSpeedEngine._configure_distributed_model, "is_zero_init_model = ", checking)
     for caller in (Init._post_init_method, Init._convert_to_zero_parameters):
-        assert "self._zero_init_param(param)" in inspect.getsource(caller)
-    assert list(inspect.signature(Init._zero_init_param).parameters) == ["self", "param"]
+        assert lacking(caller, "self._zero_init_param(param)") == []
+    assert passed(Init._zero_init_param) == ["self", "param"]
 
 
 @pytest.mark.seam("ScalarsAsBytes, PartitionedParameter, SmartInfinityEngine: parameters without a dimension")
@@ -66,10 +67,10 @@ def test_parameters_are_sent_as_views_of_bytes() -> None:
     """zero.Init._zero_init_param, in its Module.apply, GatheredParameters._exit and DeepSpeedEngine._broadcast_model
     send a parameter as ``param.data.view(torch.uint8)``.
     """
-    source = inspect.getsource(Init._zero_init_param)
-    assert source.index("self._convert_to_deepspeed_param(param)") < source.index("param.data.view(torch.uint8)")
-    senders = (Init._zero_init_param, Init.patch_init_and_builtins, GatheredParameters._exit)
-    assert ["data.view(torch.uint8)" in inspect.getsource(sender) for sender in senders] == [True] * 3
+    sent = "param.data.view(torch.uint8)"
+    assert_in_order(Init._zero_init_param, "self._convert_to_deepspeed_param(param)", sent)
+    for sender in (Init.patch_init_and_builtins, GatheredParameters._exit):
+        assert lacking(sender, "data.view(torch.uint8)") == []
     assert inspect.getsource(DeepSpeedEngine._broadcast_model).count("p.data.view(torch.uint8)") == 2
     with pytest.raises(RuntimeError, match="cannot be 0 to view"):
         torch.ones(()).view(torch.uint8)
@@ -188,10 +189,9 @@ def test_a_tensor_without_memory_has_a_shape_and_is_asked_for_each_operation() -
     tensor: Any = torch.Tensor._make_wrapper_subclass(Counted, (2, 3), dtype=torch.float32, requires_grad=True)
     assert tensor.shape == (2, 3) and tensor.stride() == (3, 1) and tensor.is_leaf
     result = tensor.pow(2).sum()
-    in_forward = len(Counted.calls)
     assert Counted.calls == ["aten.pow.Tensor_Scalar"]
     result.backward()
-    assert len(Counted.calls) > in_forward
+    assert len(Counted.calls) > 1
 
 
 @pytest.mark.seam("autocast casts tensors without memory, and no ordinary tensor takes them as its data")
@@ -253,8 +253,6 @@ def test_backward_calls_back_at_its_end() -> None:
 @pytest.mark.seam("`Status` switches the parameter's class, for instance to PartitionedParameter")
 def test_a_new_zero_parameter_has_the_attributes_that_are_replaced() -> None:
     """_convert_to_deepspeed_param sets ds_status, all_gather, all_gather_coalesced, ``partition``, ``item`` first."""
-    source = inspect.getsource(Init._convert_to_deepspeed_param)
-    for name in ("ds_status", "all_gather", "all_gather_coalesced", "partition", "item"):
-        assert f"param.{name} = " in source, name
-    source = inspect.getsource(Init._zero_init_param)
-    assert source.index("_convert_to_deepspeed_param") < source.index("param.partition()")
+    names = ("ds_status", "all_gather", "all_gather_coalesced", "partition", "item")
+    assert lacking(Init._convert_to_deepspeed_param, *(f"param.{name} = " for name in names)) == []
+    assert_in_order(Init._zero_init_param, "_convert_to_deepspeed_param", "param.partition()")

@@ -1,12 +1,16 @@
-"""Tests the private seams of Lightning and torch that an exact resume, training records and endings rely on."""
+"""Tests the private seams of Lightning, DeepSpeed and torch that checkpoints, an exact resume and endings rely on."""
 
 from __future__ import annotations
 
 import inspect
 import signal
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +18,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -32,12 +37,17 @@ from lightning_smartinfinity.common.patches import replaced, wrapped
 from lightning_smartinfinity.integrations.trainer import loader_order
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import _FIELDS, _SAVED_ON_SLURM
 from lightning_smartinfinity.resume import loops
+from lightning_smartinfinity.zero3.checkpoints.folders import staged_save
+from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import FILES_BESIDE, LATEST
+from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import CHECKSUMMED
 from lightning_smartinfinity.zero3.parameters import module_copies
 from lightning_smartinfinity.zero3.ranks.locations import _counts, _kind_of, _params_in
 from lightning_smartinfinity.zero3.ranks.watchdog import _is_of_collective
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import quiet_trainer
+from tests.helpers.universal import assert_same_tensors, convert, convert_by_command, save_of_two, tensors
+from tests.zero3.test_contract import lacking, passed
 
 
 @pytest.mark.seam("the first epoch after a resume creates its iterator where every epoch does")
@@ -59,13 +69,11 @@ def test_loops_have_what_a_resume_asks_them() -> None:
     without state.
     """
     fit_loop = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
-    assert fit_loop._data_fetcher is None and fit_loop._combined_loader is None
-    assert fit_loop._combined_loader_states_to_load == [] and fit_loop._load_combined_loader_states() is None
-    assert fit_loop.epoch_loop.batch_progress.is_last_batch is False
-    assert fit_loop.epoch_loop.batch_progress.current.ready == 0
-    assert fit_loop.epoch_loop.restarted_on_train_batch_end is False
-    assert list(inspect.signature(fit_loop.epoch_loop._should_check_val_fx).parameters) == ["data_fetcher"]
-    assert _DataFetcher().length is None
+    epoch_loop = fit_loop.epoch_loop
+    assert fit_loop._data_fetcher is fit_loop._combined_loader is fit_loop._load_combined_loader_states() is None
+    assert fit_loop._combined_loader_states_to_load == [] and epoch_loop.batch_progress.current.ready == 0
+    assert epoch_loop.batch_progress.is_last_batch is epoch_loop.restarted_on_train_batch_end is False
+    assert passed(epoch_loop._should_check_val_fx) == ["data_fetcher"] and _DataFetcher().length is None
     texts = [text for text in _TrainingEpochLoop.reset.__code__.co_consts if isinstance(text, str)]
     assert any(text.startswith(loops._LIGHTNING_WARNING) for text in texts), "a resumed user is warned twice"
 
@@ -85,9 +93,9 @@ def test_loops_say_what_comes_next() -> None:
 
 
 @pytest.mark.seam("passed_to_run: a user's consent to other types in a checkpoint")
-@pytest.mark.parametrize("passed", [None, True, False])
+@pytest.mark.parametrize("given", [None, True, False])
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
-def test_the_trainer_knows_weights_only_where_it_restores(method: str, passed: bool | None, tmp_path: Path) -> None:
+def test_the_trainer_knows_weights_only_where_it_restores(method: str, given: bool | None, tmp_path: Path) -> None:
     """Trainer._run has weights_only, until _restore_modules_and_callbacks with restore_checkpoint_after_setup."""
 
     class AfterSetup(SingleDeviceStrategy):
@@ -102,8 +110,8 @@ def test_the_trainer_knows_weights_only_where_it_restores(method: str, passed: b
     trainer = pl.Trainer(strategy=strategy, logger=False, enable_checkpointing=False, enable_model_summary=False)
     loader = torch.utils.data.DataLoader([torch.zeros(1)])
     with pytest.raises(ZeroDivisionError):
-        getattr(trainer, method)(BoringModel(), loader, ckpt_path=str(tmp_path), weights_only=passed)
-    assert seen == [(None, passed)], "if Lightning passes it on, passed_to_run can go"
+        getattr(trainer, method)(BoringModel(), loader, ckpt_path=str(tmp_path), weights_only=given)
+    assert seen == [(None, given)], "if Lightning passes it on, passed_to_run can go"
     assert loops.passed_to_run(trainer, "weights_only") is None
 
 
@@ -179,17 +187,17 @@ def test_a_loop_calls_what_we_replace() -> None:
 @pytest.mark.seam("``storage-or-new``: a fit loads what is newest, or nothing")
 def test_a_run_loads_a_checkpoint_by_one_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainer._checkpoint_connector.resume_start gets the user's path; without one it loads nothing (_ckpt_path)."""
-    trainer, passed = quiet(), []
+    trainer, given = quiet(), []
     connector = trainer._checkpoint_connector
     begin = type(connector).resume_start
 
     def begin_without(checkpoint_path: object = None, **options: object) -> None:
-        passed.append((checkpoint_path, {*options}))
+        given.append((checkpoint_path, {*options}))
         begin(connector, None, **options)
 
     monkeypatch.setattr(connector, "resume_start", begin_without)
     trainer.fit(BoringModel(), ckpt_path="storage-or-new")
-    assert passed == [("storage-or-new", {"weights_only"})] and trainer.ckpt_path is None and trainer.global_step == 3
+    assert given == [("storage-or-new", {"weights_only"})] and trainer.ckpt_path is None and trainer.global_step == 3
 
 
 @pytest.mark.seam("``storage-or-new``: what Lightning saves when SLURM requeues the job is a checkpoint, too")
@@ -218,9 +226,8 @@ def test_the_index_of_a_model_checkpoint() -> None:
     assert {*callback.state_dict()} == {*_FIELDS, "monitor", "dirpath"}
     assert all(callback.state_dict()[name] is getattr(callback, name) for name in _FIELDS)
     assert (callback._last_checkpoint_saved, callback._last_global_step_saved) == ("", 0)
-    names = ["trainer", "previous", "current"]
-    assert [*inspect.signature(callback._should_remove_checkpoint).parameters] == names
-    assert [*inspect.signature(callback._remove_checkpoint).parameters] == ["trainer", "filepath"]
+    assert passed(callback._should_remove_checkpoint) == ["trainer", "previous", "current"]
+    assert passed(callback._remove_checkpoint) == ["trainer", "filepath"]
     assert "trainer.strategy.remove_checkpoint(filepath)" in inspect.getsource(ModelCheckpoint._remove_checkpoint)
 
 
@@ -230,17 +237,16 @@ def test_the_index_of_a_model_checkpoint() -> None:
 @pytest.mark.seam("SIGTERM is told to all ranks by the watch, not by a collective")
 def test_the_connector_looks_up_its_handler_of_sigterm_on_itself(tmp_path: Path) -> None:
     """Trainer._signal_connector looks _sigterm_notifier_fn up on the instance when it registers handlers."""
-    trainer = quiet_trainer(tmp_path, "auto")
-    heard: list[Any] = []
-    trainer._signal_connector._sigterm_notifier_fn = lambda *arguments: heard.append(arguments)  # type: ignore[assignment]
+    connector: Any = quiet_trainer(tmp_path, "auto")._signal_connector
+    connector._sigterm_notifier_fn = mock.Mock()
     before = signal.getsignal(signal.SIGTERM)
     try:
-        trainer._signal_connector.register_signal_handlers()
+        connector.register_signal_handlers()
         signal.raise_signal(signal.SIGTERM)
     finally:
-        trainer._signal_connector.teardown()
+        connector.teardown()
         signal.signal(signal.SIGTERM, before)
-    assert len(heard) == 1
+    connector._sigterm_notifier_fn.assert_called_once()
 
 
 @pytest.mark.seam("`end_by` raises an error that names the lost rank instead of a collective's")
@@ -256,12 +262,8 @@ def test_an_error_ends_in_teardown_after_on_exception(tmp_path: Path) -> None:
         raise KeyError("ours") from exception
 
     trainer.strategy.on_exception = on_exception  # type: ignore[method-assign]
-    module = LitTiny(Recipe())
-
-    def fail() -> None:
-        raise ValueError("theirs")
-
-    module.on_train_start = fail  # type: ignore[method-assign]
+    module: Any = LitTiny(Recipe())
+    module.on_train_start = mock.Mock(side_effect=ValueError("theirs"))
     with pytest.raises(KeyError, match="ours"):
         trainer.fit(module)
     assert torn == [True]
@@ -361,3 +363,151 @@ def test_generate_asks_a_mark_of_the_model() -> None:
     assert not is_fsdp_managed_module(module)
     setattr(module, module_copies._MARK, True)
     assert is_fsdp_managed_module(module)
+
+
+# ---- checkpoints of DeepSpeed and torch, also universal ones
+
+
+@pytest.mark.seam("SmartInfinityEngine, put_common_in_place: failures reach all ranks, a dead disk is given up")
+def test_deepspeed_writes_these_files_beside_the_subfolder(tmp_path: Path) -> None:
+    """DeepSpeedEngine._copy_recovery_script; save_checkpoint writes only ``latest``, unless ``save_latest=False``."""
+    engine = SimpleNamespace(_change_recovery_script_permissions=lambda _: None)
+    DeepSpeedEngine._copy_recovery_script(engine, str(tmp_path))
+    scripts = {file.name for file in tmp_path.iterdir()}
+    assert scripts == set(FILES_BESIDE) - {LATEST}, "a folder of such a name would not be refused before a save"
+    source = inspect.getsource(DeepSpeedEngine.save_checkpoint)
+    assert source.count("open(") == 1 and f"'{LATEST}'" in source, "a dead disk would keep a save for ever"
+
+
+@pytest.mark.seam("put_save_in_place replaces DeepSpeed's files and keeps the user's")
+def test_names_of_deepspeeds_files_have_the_rank_of_the_model(tmp_path: Path) -> None:
+    """_get_rank_zero_ckpt_name, _get_zero_ckpt_prefix and _get_ckpt_name tell DeepSpeed's files from the user's."""
+    engine = SimpleNamespace(
+        checkpoint_mp_rank=0,
+        zero_optimization_partition_weights=lambda: True,
+        optimizer=SimpleNamespace(dp_process_group=None),
+        _get_zero_ckpt_prefix=partial(DeepSpeedEngine._get_zero_ckpt_prefix, None),
+    )
+    names = [
+        DeepSpeedEngine._get_rank_zero_ckpt_name(engine, "folder", "tag", 0, 7, bf16_mode)
+        for bf16_mode in (True, False)
+    ]
+    names.append(DeepSpeedEngine._get_ckpt_name(engine, "folder", "tag", pp_placeholder="7"))
+    for name in names:
+        assert any(fnmatch(Path(name).name, pattern) for pattern in staged_save.OF_DEEPSPEED), name
+
+
+@pytest.mark.seam("save_in_turn, SmartInfinityStrategy: it goes on before its checkpoints are whole")
+def test_model_checkpoint_looks_at_its_checkpoints_in_these_methods_only() -> None:
+    """ModelCheckpoint uses no more than _save_checkpoint, file_exists, _link_checkpoint, Strategy.remove_checkpoint."""
+    saving = [name for name in vars(ModelCheckpoint) if name.startswith(("_save", "_update", "_get_metric"))]
+    assert "_save_checkpoint" in saving and "_save_last_checkpoint" in saving
+    looks = ("self._fs", "os.path.exists", "shutil", ".is_file(", "os.remove")
+    assert [name for name in saving if lacking(getattr(ModelCheckpoint, name), *looks) != [*looks]] == []
+    for method, call in {
+        ModelCheckpoint._save_last_checkpoint: "self._link_checkpoint(",
+        ModelCheckpoint._remove_checkpoint: "trainer.strategy.remove_checkpoint(",
+        ModelCheckpoint.file_exists: "self._fs.exists(",
+    }.items():
+        assert lacking(method, call) == []
+
+
+@pytest.mark.seam("a file may be larger than memory; we leave room in a file and fill it later")
+def test_torch_maps_files_by_this_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.load(mmap=True) maps a file by torch.UntypedStorage.from_file(path, shared, nbytes).
+
+    skip_data(materialize_fake_tensors=True) saves no data; UntypedStorage._checkpoint_offset has its place.
+    """
+    assert "materialize_fake_tensors" in inspect.signature(torch.serialization.skip_data.__init__).parameters
+    assert hasattr(torch.UntypedStorage, "_checkpoint_offset")
+    calls: list[tuple[Any, ...]] = []
+    original = torch.UntypedStorage.from_file
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", lambda *given: (calls.append(given), original(*given))[1])
+    torch.save({"a": torch.arange(4)}, tmp_path / "file.pt")
+    assert torch.load(tmp_path / "file.pt", mmap=True)["a"].tolist() == [0, 1, 2, 3]
+    assert calls == [(str(tmp_path / "file.pt"), False, (tmp_path / "file.pt").stat().st_size)]
+
+
+SHAPES = [OrderedDict(a=torch.Size([3]), b=torch.Size([2, 2])), OrderedDict(c=torch.Size([1]))]
+WHOLE = {"a": torch.arange(3.0), "b": 10 + torch.arange(4.0), "c": torch.tensor([20.0])}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two processes, with numbered sub-groups and slices padded to one length."""
+    return save_of_two(tmp_path_factory.mktemp("two") / "two.ckpt", SHAPES, WHOLE, {"exp_avg": 100, "exp_avg_sq": 200})
+
+
+@pytest.fixture(scope="module")
+def universal(checkpoint: Path) -> Path:
+    """The universal checkpoint that DeepSpeed's converter makes of it."""
+    return convert(checkpoint)
+
+
+@pytest.mark.seam("convert_checkpoint writes them for optimizers that the converter does not know")
+def test_ours_makes_the_same(checkpoint: Path, universal: Path, tmp_path: Path) -> None:
+    """``smart-infinity universal`` writes the files and keys that DeepSpeed's converter writes, and checksums."""
+    ours = convert_by_command(checkpoint, tmp_path / "ours")
+    assert_same_tensors(ours, universal)
+    files = [{str(file.relative_to(folder)) for file in folder.rglob("*.pt")} for folder in (ours, universal)]
+    assert files[0] == files[1] | {"zero/crc32c.pt"}
+    states = [torch.load(folder / "zero/optimizer_state.pt", weights_only=False) for folder in (ours, universal)]
+    assert states[0].keys() == states[1].keys() | {CHECKSUMMED}
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    kept = [[{*group} for group in state["optimizer_state_dict"]["state"].values()] for state in states]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.seam("`write_arrays` saves what it reads")
+def test_converter_makes_flat_tensors_of_what_our_checkpoints_hold(universal: Path) -> None:
+    """ds_to_universal writes one file per parameter and array, without padding."""
+    expected = {
+        f"{name}/{array}": (torch.float32, (values + offset).tolist())
+        for name, values in WHOLE.items()
+        for array, offset in {"fp32": 0, "exp_avg": 100, "exp_avg_sq": 200}.items()
+    }
+    converted = tensors(universal).items()
+    assert {name: (values.dtype, values.flatten().tolist()) for name, values in converted} == expected
+
+
+@pytest.mark.seam("`UniversalFolder` reads universal checkpoints")
+def test_converter_keeps_the_states_that_are_read(universal: Path) -> None:
+    """deepspeed.checkpoint.ds_to_universal keeps the first rank's optimizer state and every rank's model states."""
+    state = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)
+    assert (state["ours"], state["optimizer_state_dict"]["param_groups"][0]["lr"]) == (0, 0.5)
+    assert int(state["optimizer_state_dict"]["state"][0]["step"]) == 7
+    for rank in range(2):
+        states = torch.load(universal / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", weights_only=False)
+        assert (states["of_user"], states["param_shapes"]) == (rank, SHAPES)
+
+
+@pytest.mark.seam("comparing a checkpoint of another number of processes with the model")
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("_get_zero_param_shapes", ["self"]),
+        ("_get_zero_frozen_param_attributes", ["self", "attr_func"]),
+        ("_get_param_shape_func", ["self", "param"]),
+    ],
+)
+def test_engine_describes_its_parameters(name: str, parameters: list[str]) -> None:
+    """DeepSpeedEngine: _get_zero_param_shapes, _get_zero_frozen_param_attributes, _get_param_shape_func."""
+    assert list(inspect.signature(getattr(DeepSpeedEngine, name)).parameters) == parameters
+
+
+@pytest.mark.seam("load_resharded and load_saved_weights load buffers and frozen parameters")
+def test_engine_loads_buffers_and_frozen_fragments() -> None:
+    """DeepSpeedEngine.load_module_state_dict loads what a checkpoint holds beside masters and moments."""
+    module = torch.nn.BatchNorm1d(2)
+    weight: Any = module.weight
+    weight.requires_grad_(False)
+    weight.ds_id, weight.ds_tensor = 0, torch.zeros(2)
+    engine = mock.MagicMock(module=module, param_names={weight: "weight"})
+    saved = {**module.state_dict(), "running_mean": torch.tensor([3.0, 4.0])}
+
+    read = mock.MagicMock(spec=["__getitem__"])
+    read.__getitem__.side_effect = {"weight": torch.tensor([5.0, 6.0])}.__getitem__
+    checkpoint = {"module": saved, "frozen_param_fragments": read}
+    DeepSpeedEngine.load_module_state_dict(engine, checkpoint=checkpoint, strict=True)
+    assert module.running_mean is not None and module.running_mean.tolist() == [3.0, 4.0]
+    assert weight.ds_tensor.tolist() == [5.0, 6.0], "load/resharding.py hands frozen slices over so"

@@ -340,8 +340,7 @@ def test_two_processes_that_save_to_one_path(tmp_path: Path, attack: Attack) -> 
         (content,) = saved(path)
         assert content.startswith(("first", "second"))
         save(path, "third")
-        assert saved(path) == {"third"}
-        assert (names_in(path), names_in(path.parent)) == ([TAG, "latest"], ["a.ckpt"])
+        assert saved(path) == {"third"} and (names_in(path), names_in(path.parent)) == ([TAG, "latest"], ["a.ckpt"])
 
 
 def fork_saves(path: Path, *, name: str, seed: int) -> int:

@@ -104,8 +104,7 @@ def states_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
 def flip(checkpoint: Path, rank: int) -> None:
     """Flip a bit of the momentum of ``a``."""
     state = states_in(torch.load(file_of(checkpoint, rank), weights_only=False))
-    content = state[0]["momentum_buffer"].numpy().tobytes()
-    flip_bit_behind(content[:8], file_of(checkpoint, rank))
+    flip_bit_behind(state[0]["momentum_buffer"].numpy().tobytes()[:8], file_of(checkpoint, rank))
 
 
 def elsewhere(content: dict[str, Any]) -> None:
