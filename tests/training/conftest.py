@@ -7,6 +7,10 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+from lightning_smartinfinity.native import MemoryPool
+from lightning_smartinfinity.zero3.parameters import param_swapper
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +32,17 @@ def seed() -> Iterator[None]:
     os.environ.pop("PL_GLOBAL_SEED", None)
     if before is not None:
         os.environ["PL_GLOBAL_SEED"] = before
+
+
+@pytest.fixture
+def most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The largest number of bytes in memory for parameters so far."""
+    peak, original = [0], param_swapper.lent_tensor
+
+    def lend(pool: MemoryPool, nbytes: int) -> torch.Tensor:
+        taken = original(pool, nbytes)
+        peak[0] = max(peak[0], pool.nbytes)
+        return taken
+
+    monkeypatch.setattr(param_swapper, "lent_tensor", lend)
+    return peak

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,15 @@ def assert_helpful(error: SmartInfinityError, *values: str) -> None:
     assert error.remedy.endswith("."), error
     for value in values:
         assert value in str(error), f"{value!r} is not named in: {error}"
+
+
+@contextmanager
+def refused(kind: Any, *values: str, match: str | None = None, remedy: str = "") -> Iterator[None]:
+    """Assert that an error of ours is raised within, which names the values and has these words in its remedy."""
+    with pytest.raises(kind, match=match) as caught:
+        yield
+    assert_helpful(caught.value, *values)
+    assert remedy in caught.value.remedy
 
 
 def free_bytes(count: int) -> Any:
@@ -160,9 +170,8 @@ def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: di
 )
 def test_transfer_settings_out_of_range_raise(settings: dict[str, Any]) -> None:
     """TransferConfig validates its settings at construction."""
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, next(iter(settings))):
         TransferConfig(**settings)
-    assert_helpful(caught.value, next(iter(settings)))
 
 
 def test_checkpoints_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,9 +318,8 @@ def test_what_is_refused_before_anything_is_written(name: str, tmp_path: Path, m
     (tmp_path / "file").write_text("in the way")
     make, settings, error, named = REFUSED[name]
     strategy = SmartInfinityStrategy(**{**settings, "storage": tmp_path / settings.get("storage", "s")})
-    with pytest.raises(error) as caught:
+    with refused(error, *named):
         fit(make(), strategy, tmp_path)
-    assert_helpful(caught.value, *named)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -323,9 +331,8 @@ def test_a_memory_file_system_warns_or_refuses() -> None:
         with pytest.warns(UserWarning, match=r"tmpfs"):
             fit(LitTiny(Recipe()), strategy, folder)
         strategy.close()
-        with pytest.raises(StorageError) as caught:
+        with refused(StorageError, name):
             fit(LitTiny(Recipe()), SmartInfinityStrategy(folder, transfer=TransferConfig(direct_io="on")), folder)
-        assert_helpful(caught.value, name)
 
 
 def test_too_little_space_is_found_before_anything_is_allocated(tmp_path: Path) -> None:
@@ -344,14 +351,12 @@ def test_too_little_space_is_found_before_anything_is_allocated(tmp_path: Path) 
 def test_two_jobs_on_one_folder_are_kept_apart(tmp_path: Path) -> None:
     """A job that is held is refused with the holder's pid, under another name one runs beside it; a kept one stays."""
     held = RankFolder(tmp_path / "s/default/rank-00000", create=True)
-    with pytest.raises(StorageLockedError) as caught:
+    with refused(StorageLockedError, str(os.getpid())):
         fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
-    assert_helpful(caught.value, str(os.getpid()))
     kept, again = (SmartInfinityStrategy(tmp_path / "s", transfer={"job": "other", "keep": True}) for _ in range(2))
     fit(LitTiny(Recipe()), kept, tmp_path)
     kept.close()
-    with pytest.raises(StorageError) as refused:
+    with refused(StorageError, "keep"):
         fit(LitTiny(Recipe()), again, tmp_path)
-    assert_helpful(refused.value, "keep")
     held.close(remove=True)
     assert [path.parts[-3] for path in tmp_path.rglob("state.bin")] == ["other"]

@@ -7,29 +7,175 @@ import gc
 import pickle
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_smartinfinity.resume.loader_position import begin_epoch, keeping_position
 from tests.helpers.long_cases import long_but
 from tests.helpers.random_fit import seed
-from tests.training.loaders import (
-    LOADERS,
-    STREAMS,
-    WORKERS,
-    Doubling,
-    Noisy,
-    Plain,
-    generator,
-    rest,
-    stopped,
-)
+
+NUM_SAMPLES = 11
+
+
+class Plain(Dataset[torch.Tensor]):
+    """Samples that are their numbers."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+class Noisy(Plain):
+    """Samples that differ every time they are read, by three generators."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + torch.rand(1) + random.random() + np.random.rand()
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Samples in an order that is drawn when the epoch begins, and noise."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in torch.randperm(NUM_SAMPLES).tolist():
+            yield torch.tensor([float(index)]) + torch.rand(1)
+
+
+class SizedStream(Stream):
+    """A stream that knows its length."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class Eager:
+    """A sampler that draws when it is iterated, and not when the first index is fetched."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(NUM_SAMPLES).tolist())
+
+
+class EagerBatches(Eager):
+    """A batch sampler of this kind, with batches of several sizes."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(NUM_SAMPLES).tolist()
+        return iter([order[:1], order[1:5], order[5:7], order[7:]])
+
+
+class Drawing:
+    """A sampler that draws each index when it is asked for it."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(NUM_SAMPLES):
+            yield random.randrange(NUM_SAMPLES)
+
+
+class Doubling(DataLoader[torch.Tensor]):
+    """A loader of the user's that changes batches."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch * 2
+
+
+def generator(seed: int = 5) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def replacing(data: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, 2, sampler=RandomSampler(data, replacement=True, num_samples=40, **options))
+
+
+def distributed(data: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=1), **options)
+
+
+def with_own_generator(data: Any) -> DataLoader[Any]:
+    shared = generator()
+    return DataLoader(data, 2, sampler=RandomSampler(data, replacement=True, generator=shared), generator=shared)
+
+
+LOADERS: dict[str, Callable[[Any], DataLoader[Any]]] = {
+    "shuffle": lambda data: DataLoader(data, 3, shuffle=True),
+    "whole batches": lambda data: DataLoader(data, 1, shuffle=True),
+    "drop last": lambda data: DataLoader(data, 4, shuffle=True, drop_last=True),
+    "sequential": lambda data: DataLoader(data, 3),
+    "weighted": lambda data: DataLoader(data, 3, sampler=WeightedRandomSampler(range(1, NUM_SAMPLES + 1), 10)),
+    "subset": lambda data: DataLoader(data, 2, sampler=SubsetRandomSampler(range(3, 9))),
+    "replacement": replacing,
+    "distributed": distributed,
+    "batch sampler": lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=True)),
+    "eager": lambda data: DataLoader(data, 2, sampler=Eager()),
+    "drawing": lambda data: DataLoader(data, 3, sampler=Drawing()),
+    "eager batches": lambda data: DataLoader(data, batch_sampler=EagerBatches()),  # type: ignore[arg-type]
+    "no batches": lambda data: DataLoader(data, batch_size=None, shuffle=True),
+    "eager without batches": lambda data: DataLoader(data, batch_size=None, sampler=Eager()),
+    "generator": lambda data: DataLoader(data, 3, shuffle=True, generator=generator()),
+    "generator whole": lambda data: DataLoader(data, 1, shuffle=True, generator=generator()),
+    "shared generator": with_own_generator,
+    "sampler's generator": lambda data: replacing(data, generator=generator()),
+    "own loader": lambda data: Doubling(data, 3, shuffle=True),
+    "own loader, generator": lambda data: Doubling(data, 3, shuffle=True, generator=generator()),
+}
+STREAMS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "stream": lambda: DataLoader(Stream(), 3),
+    "sized stream": lambda: DataLoader(SizedStream(), 3),
+    "stream without batches": lambda: DataLoader(Stream(), batch_size=None),
+    "stream, generator": lambda: DataLoader(SizedStream(), 3, generator=generator()),
+}
+WORKERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "shuffle": lambda: DataLoader(Plain(), 2, shuffle=True, num_workers=2),
+    "generator": lambda: DataLoader(Plain(), 2, shuffle=True, num_workers=1, generator=generator()),
+    "eager": lambda: DataLoader(Plain(), 2, sampler=Eager(), num_workers=1, prefetch_factor=1),
+    "persistent": lambda: DataLoader(Plain(), 3, shuffle=True, num_workers=2, persistent_workers=True),
+    "persistent, generator": lambda: DataLoader(
+        Plain(), 4, shuffle=True, num_workers=1, persistent_workers=True, generator=generator()
+    ),
+    "distributed": lambda: distributed(Plain(), num_workers=1, persistent_workers=True),
+    "own loader": lambda: Doubling(Plain(), 4, shuffle=True, num_workers=1),
+    "stream": lambda: DataLoader(SizedStream(), 4, num_workers=1),
+}
+
+
+def stopped(loader: Any, num_batches: int) -> tuple[Any, Any]:
+    """Return the state of a loader after some batches, and the batches after them."""
+    iterator = iter(keeping_position(loader))
+    for _ in range(num_batches):
+        next(iterator)
+    return copy.deepcopy(loader.state_dict()), [batch.tolist() for batch in iterator]
+
+
+def rest(loader: Any, state: Any) -> list[Any]:
+    """Return the batches of a loader that goes on from a state."""
+    keeping_position(loader).load_state_dict(state)
+    return [batch.tolist() for batch in loader]
+
 
 NUM_EPOCHS = 3
 
@@ -193,8 +339,7 @@ class OwnState(DataLoader[Any]):
 def test_other_loaders_are_left_alone(loader: Any) -> None:
     """Only a DataLoader without own methods is changed."""
     kind = type(loader)
-    assert keeping_position(loader) is loader
-    assert type(loader) is kind
+    assert keeping_position(loader) is loader and type(loader) is kind
 
 
 def test_an_instance_that_lightning_makes_again_keeps_its_position() -> None:
@@ -215,9 +360,7 @@ def test_copies_are_loaders_of_the_first_class(copied: Callable[[Any], Any]) -> 
     iterator = iter(loader)
     next(iterator)
     found = copied(loader)
-    assert type(found) is DataLoader
-    assert len(list(keeping_position(found))) == 4
-    assert list(copied(iterator)) == []
+    assert type(found) is DataLoader and len(list(keeping_position(found))) == 4 and list(copied(iterator)) == []
 
 
 def test_options_are_kept() -> None:
@@ -228,9 +371,11 @@ def test_options_are_kept() -> None:
     next(iter(saved))
     loader = keeping_position(DataLoader(Shown(), 3, **options))
     loader.load_state_dict(saved.state_dict())
-    assert list(loader) == [((3, "begun"), (4, "begun"), (5, "begun")), ((6, "begun"), (7, "begun"), (8, "begun"))]
-    assert (loader._iterator._prefetch_factor, loader._iterator._timeout) == (3, 60)
-    assert len(list(loader)) == 3
+    assert (
+        list(loader) == [((3, "begun"), (4, "begun"), (5, "begun")), ((6, "begun"), (7, "begun"), (8, "begun"))]
+        and (loader._iterator._prefetch_factor, loader._iterator._timeout) == (3, 60)
+        and len(list(loader)) == 3
+    )
 
 
 def test_an_iterator_that_is_left_goes_at_once() -> None:

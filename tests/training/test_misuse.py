@@ -1,4 +1,4 @@
-"""Calls, options and modules that make no sense raise our own error or are reported; mistakes are made harmless."""
+"""Calls, options and modules that make no sense raise our own error; several fits in a row, and what follows a fit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
-from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError, SmartInfinityStrategy, UnsupportedError
+from lightning_smartinfinity import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    SmartInfinityStrategy,
+    StorageError,
+    UnsupportedError,
+)
+from tests.helpers import native_testing as testing
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.plain import Everything
 from tests.helpers.trainers import fit, quiet_trainer
+from tests.stock.systems import Hook
 from tests.training.actions import does
-from tests.training.test_bad_input import assert_helpful
+from tests.training.test_bad_input import assert_helpful, refused
 
 RECIPE = Recipe(precision="bf16-mixed", depth=1)
 
@@ -32,9 +41,11 @@ def test_saving_after_a_fit_that_failed_in_set_up(tmp_path: Path) -> None:
     module.configure_optimizers = lambda: None  # type: ignore[method-assign]
     with pytest.raises(UnsupportedError, match=r"LitTiny\.configure_optimizers returned None"):
         trainer.fit(module)
-    with pytest.raises(UnsupportedError) as caught:
-        trainer.save_checkpoint(tmp_path / "x.ckpt")
-    assert_helpful(caught.value, "save_checkpoint", "trained nothing")
+    evaluating = quiet_trainer(tmp_path)  # which trains nothing either
+    evaluating.validate(LitTiny(Recipe(validate=True)), verbose=False)
+    for each in (trainer, evaluating):
+        with refused(UnsupportedError, "save_checkpoint", "trained nothing"):
+            each.save_checkpoint(tmp_path / "x.ckpt")
     assert not (tmp_path / "x.ckpt").exists()
 
 
@@ -44,9 +55,8 @@ def test_saving_into_no_folder_of_its_own(path: Any, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     trainer = fit(LitTiny(RECIPE), tmp_path, max_steps=1)
     for save in (trainer.save_checkpoint, trainer.strategy.model.save_checkpoint):
-        with pytest.raises(CheckpointError) as caught:
+        with refused(CheckpointError, repr(path)):
             save(path)
-        assert_helpful(caught.value, repr(path))
     assert [entry.name for entry in tmp_path.iterdir()] == ["storage"]
 
 
@@ -56,9 +66,8 @@ def test_another_strategy_after_ours(tmp_path: Path) -> None:
     fit(module, tmp_path, precision="32-true")
     plain = quiet_trainer(tmp_path, "auto", precision="32-true")
     plain.validate(module, LitTiny(RECIPE).recipe.validation_loader(), verbose=False)
-    with pytest.raises(UnsupportedError) as caught:
+    with refused(UnsupportedError, "AdamW", "partitioned", "(64, 32)"):
         plain.fit(module)
-    assert_helpful(caught.value, "AdamW", "partitioned", "(64, 32)")
     assert fit(LitTiny(RECIPE), tmp_path, "auto", precision="32-true").global_step == 3
 
 
@@ -69,9 +78,8 @@ def test_an_optimizer_used_for_a_second_fit(tmp_path: Path) -> None:
     module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
     trainer = fit(module, tmp_path, max_steps=1)
     trainer.fit_loop.epoch_loop.max_steps = 2
-    with pytest.raises(UnsupportedError) as caught:
+    with refused(UnsupportedError, "AdamW", "earlier training", "new optimizer"):
         trainer.fit(module)
-    assert_helpful(caught.value, "AdamW", "earlier training", "new optimizer")
     trainer.save_checkpoint(tmp_path / "after.ckpt")
 
 
@@ -132,9 +140,8 @@ def test_models_that_cannot_be_trained_are_refused(name: str, tmp_path: Path) ->
     spoil, named = IN_TRAINING[name]
     strategy, module = SmartInfinityStrategy(tmp_path / "s"), LitTiny(Recipe(tied=False))
     spoil(module)
-    with pytest.raises(UnsupportedError) as caught:
+    with refused(UnsupportedError, *named):
         fit(module, tmp_path, strategy, precision="32-true")
-    assert_helpful(caught.value, *named)
     assert (tmp_path / "s").exists()
     strategy.close()
     assert not list((tmp_path / "s").rglob("*.bin"))
@@ -144,7 +151,7 @@ def test_calls_that_would_move_or_extend_the_state_are_refused(tmp_path: Path) -
     """offload_states, reload_states and add_param_group raise, and training goes on as without them."""
     called: list[int] = []
 
-    def call(trainer: Any, *_: Any) -> None:
+    def call_all(trainer: Any, *_: Any) -> None:
         engine = trainer.strategy.model
         calls: dict[Callable[[], object], str] = {
             engine.offload_states: "offload_states",
@@ -153,14 +160,13 @@ def test_calls_that_would_move_or_extend_the_state_are_refused(tmp_path: Path) -
             lambda: engine.optimizer.reload_states(non_blocking=True): "reload_states",
             lambda: trainer.optimizers[0].add_param_group({"params": []}): "add_param_group",
         }
-        for refused, name in calls.items():
-            with pytest.raises(UnsupportedError) as caught:
-                refused()
-            assert_helpful(caught.value, name)
+        for call, name in calls.items():
+            with refused(UnsupportedError, name):
+                call()
         called.append(trainer.global_step)
 
     module, undisturbed = LitTiny(RECIPE), LitTiny(RECIPE)
-    fit(module, tmp_path, callbacks=[does(on_train_batch_end=call)])
+    fit(module, tmp_path, callbacks=[does(on_train_batch_end=call_all)])
     fit(undisturbed, tmp_path / "undisturbed")
     assert called == [1, 2, 3] and module.losses == undisturbed.losses
 
@@ -204,5 +210,112 @@ def test_skipped_steps_are_reported_once(tmp_path: Path) -> None:
     """One warning says that the steps are skipped, and no step is committed."""
     with pytest.warns(UserWarning, match="NaN or infinite") as caught:
         trainer = fit(LitTiny(dataclasses.replace(RECIPE, nan_at=tuple(range(4)))), tmp_path)
-    assert sum("NaN or infinite" in str(warning.message) for warning in caught) == 1
-    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 0
+    assert (
+        sum("NaN or infinite" in str(warning.message) for warning in caught) == 1
+        and trainer.strategy.optimizers[0].update.drained_handler().generation == 0
+    )
+
+
+# ---- several fits in a row, and validation and checkpoints after a fit
+
+
+THREE = Recipe(precision="bf16-mixed", max_steps=3)
+
+
+class Evaluated(LitTiny):
+    """A module that can be validated and tested."""
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("loss", self.model(batch))
+
+    test_step = validation_step
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return self.recipe.loader()
+
+    test_dataloader = val_dataloader
+
+
+def test_one_trainer_fits_twice(tmp_path: Path) -> None:
+    """The second fit continues from the first one's weights with a new optimizer, as in Lightning."""
+    trainer = quiet_trainer(tmp_path)
+    module = LitTiny(THREE)
+    trainer.fit(module)
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(module)
+    assert trainer.global_step == 6 and module.losses[3] < module.losses[0] and trainer.strategy.traffic().steps == 3
+    trainer.strategy.close()
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_saving_after_a_validation_that_followed_the_fit(tmp_path: Path) -> None:
+    """Validation replaces the engine. A checkpoint saved afterwards still holds the optimizer's state."""
+    module, resumed, straight = Evaluated(THREE), LitTiny(THREE), LitTiny(THREE)
+    trainer = fit(module, tmp_path)
+    trainer.validate(module, verbose=False)
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    quiet_trainer(tmp_path / "resumed", max_steps=6).fit(resumed, ckpt_path=tmp_path / "late.ckpt")
+    fit(straight, tmp_path / "straight", max_steps=6)
+    assert module.losses + resumed.losses == straight.losses
+
+
+def test_with_one_place_a_failed_step_loses_the_state_and_says_so(tmp_path: Path) -> None:
+    """With durability="none" a failed step raises, and saving afterwards raises instead of saving mixed steps."""
+
+    def fail(trainer: Any) -> None:
+        testing.inject(trainer.strategy.optimizers[0].update.drained_handler()._device._pipeline, fail_write_at=0)
+
+    trainer = quiet_trainer(tmp_path, transfer={"durability": "none"}, callbacks=[Hook(1, fail)])
+    with pytest.raises(StorageError):
+        trainer.fit(LitTiny(THREE))
+    with pytest.raises(StorageError, match="durability"):
+        trainer.save_checkpoint(tmp_path / "lost.ckpt")
+
+
+def test_a_module_in_a_fit_is_not_given_to_another_trainer(tmp_path: Path) -> None:
+    """The other Trainer raises an error, and the module's own fit can still be saved and loses nothing."""
+    module, taker, whole = Evaluated(THREE), quiet_trainer(tmp_path / "other", max_steps=1), Evaluated(THREE)
+    trainer = quiet_trainer(tmp_path, callbacks=[Hook(2, lambda _: taker.fit(module))])
+    with pytest.raises(UnsupportedError, match="is being fitted by another Trainer"):
+        trainer.fit(module)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    resumed = Evaluated(THREE)
+    quiet_trainer(tmp_path / "resumed").fit(resumed, ckpt_path=tmp_path / "saved.ckpt")
+    fit(whole, tmp_path / "whole")
+    assert module.losses + resumed.losses == whole.losses
+
+
+def test_the_process_group_was_destroyed(tmp_path: Path) -> None:
+    """Nothing can gather a module's parameters any more, and the error says to build it anew, which then trains."""
+    losses = []
+    for run in ("fit", "validate"):
+        module = Evaluated(THREE)
+        fit(module, tmp_path)
+        losses.append(module.losses)
+        torch.distributed.destroy_process_group()
+        with refused(UnsupportedError, "Evaluated", "destroyed"):
+            getattr(quiet_trainer(tmp_path / "again", max_steps=1), run)(module)
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("folder", r"a training of LitTiny that began at [\d:]{8} took its storage '.*/storage' \(job 'default'\)\."),
+        ("module", r"a training of Evaluated that began at [\d:]{8} took its module\."),
+        ("closed", r"close\(\) was called\. Start a new fit"),
+    ],
+)
+def test_why_a_training_was_closed(how: str, told: str, tmp_path: Path) -> None:
+    """The error names a later fit on its folder or of its module, or says that close() was called before."""
+    module = Evaluated(THREE)
+    first = fit(module, tmp_path, max_steps=1)
+    if how == "closed":
+        first.strategy.close()  # type: ignore[attr-defined]
+    if how == "module":
+        fit(module, tmp_path / "other", max_steps=1)
+    else:
+        fit(LitTiny(THREE), tmp_path, max_steps=1)
+    with pytest.raises(StorageError, match=f"has been closed, since {told}"):
+        first.save_checkpoint(tmp_path / "first.ckpt")
+    assert not (tmp_path / "first.ckpt").exists()

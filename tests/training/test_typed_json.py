@@ -167,9 +167,8 @@ ARRAYS: list[Any] = [
     *(torch.tensor([1j, 2j]).conj().imag, torch.get_rng_state()),
     *(torch.nn.Parameter(torch.arange(3.0), requires_grad=requires_grad) for requires_grad in (True, False)),
 ]
-FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 DTYPES = [
-    *FLOATS,
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     torch.float8_e4m3fn,
     torch.float8_e5m2,
     torch.uint8,
@@ -177,15 +176,14 @@ DTYPES = [
     torch.int16,
     torch.uint16,
     torch.int32,
+    *(torch.uint32, torch.int64, torch.uint64, torch.bool),
 ]
-DTYPES += [torch.uint32, torch.int64, torch.uint64, torch.bool]
 
 
 @pytest.mark.parametrize("value", [*SCALARS, *CONTAINERS, *ARRAYS], ids=lambda value: type(value).__name__)
 def test_a_value_comes_back(value: Any) -> None:
     """Types, bits and orders are those of the value."""
-    assert parts(again(value)) == parts(value)
-    assert parts(again({"a": [value]})) == parts({"a": [value]})
+    assert parts(again(value)) == parts(value) and parts(again({"a": [value]})) == parts({"a": [value]})
 
 
 def test_arrays_are_writable_and_own_their_memory() -> None:
@@ -243,8 +241,7 @@ def test_any_bits_of_a_tensor_come_back(raw: Any, dtype: torch.dtype) -> None:
     bits = torch.tensor((raw % 2 if dtype is torch.bool else raw).tolist(), dtype=torch.uint8).view(dtype)
     value = bits[0] if len(bits) == 1 else bits.reshape(-1, 1)
     found = again(value)
-    assert parts(found) == parts(value)
-    assert found.is_contiguous() and not found.requires_grad
+    assert parts(found) == parts(value) and found.is_contiguous() and not found.requires_grad
 
 
 class Color(enum.Enum):
@@ -321,8 +318,7 @@ def test_the_place_and_type_of_what_cannot_be_written_are_told(name: str) -> Non
     ):
         with pytest.raises(UnwritableError) as caught:
             encode(root)
-        assert (caught.value.where, caught.value.type_name) == (where, kind)
-        assert kind in str(caught.value)
+        assert (caught.value.where, caught.value.type_name) == (where, kind) and kind in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -487,5 +483,4 @@ def test_text_that_does_not_exist_and_bools_above_one() -> None:
     with pytest.raises(ValueError, match="characters"):
         decode(text[:-4] + b"\xff\xff\xff\x7f")
     for value in (torch.tensor([True]), np.array([True])):
-        found = decode(encode(value)[:-1] + b"\2")
-        assert parts(found) == parts(value)
+        assert parts(decode(encode(value)[:-1] + b"\2")) == parts(value)
