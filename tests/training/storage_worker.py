@@ -92,8 +92,7 @@ def steps_of(out: Path, rank: int = 0) -> dict[int, str]:
 
 def end_of(out: Path, rank: int = 0) -> dict[str, Any]:
     """Return the result of a fit that came to its end."""
-    end: dict[str, Any] = json.loads((out / f"end-{rank}.json").read_text())
-    return end
+    return json.loads((out / f"end-{rank}.json").read_text())  # type: ignore[no-any-return]
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -245,8 +244,7 @@ def die(run: StorageRun, moment: str, trainer: pl.Trainer) -> None:
 
     The moments are ``start`` (of the set-up), ``batch start``, ``backward``, ``step``, ``batch end``, ``saved batch
     end`` (when ModelCheckpoints have saved), ``validation``, ``epoch end``, ``save``, ``growth`` (of the state files),
-    ``end`` (of the fit) and ``saved end``. :func:`kill_in_copy`, :func:`kill_at_link` and
-    :data:`CALLS` have more.
+    ``end`` (of the fit) and ``saved end``. :func:`kill_in_copy` and :data:`CALLS` have more.
     """
     how, _, when = run.kill_at.partition(" at ")
     if when != moment or trainer.global_step != run.kill_step or trainer.global_rank != run.kill_rank:
@@ -270,20 +268,25 @@ CHANGE: dict[str, tuple[Any, str]] = {
     "removal": (RankFolder, "destroy"),
 }
 """Moments of a change to another number of processes, each with the function that begins it."""
-CALLS = {**CHANGE, "load": (storage, "recover_for_training")}
+CALLS = {
+    **CHANGE,
+    "load": (storage, "recover_for_training"),
+    "link": (ModelCheckpoint, "_link_checkpoint"),  # of the run's number
+}
 
 
 def kill_at_call(run: StorageRun) -> None:
     """Let a process be killed when it calls the function of the run's moment."""
     owner, name = CALLS[run.kill_at.removeprefix("kill at ")]
-    do = getattr(owner, name)
+    do, numbers = getattr(owner, name), itertools.count(1)
 
     def die_or_do(*args: Any, **kwargs: Any) -> Any:
-        if torch.distributed.get_rank() == run.kill_rank:
+        is_due = next(numbers) == run.kill_step or name != "_link_checkpoint"
+        if is_due and torch.distributed.get_rank() == run.kill_rank:
             kill(run)
         return do(*args, **kwargs)
 
-    setattr(owner, name, die_or_do)
+    setattr(owner, name, staticmethod(die_or_do) if owner is ModelCheckpoint else die_or_do)
 
 
 def kill_in_copy(run: StorageRun) -> None:
@@ -304,18 +307,6 @@ def kill_in_copy(run: StorageRun) -> None:
         complete(*args)
 
     BackgroundSaves.complete = die_or_complete  # type: ignore[method-assign]
-
-
-def kill_at_link(run: StorageRun) -> None:
-    """Let a process be killed before a ModelCheckpoint makes the link of the run's number."""
-    link, numbers = ModelCheckpoint._link_checkpoint, itertools.count(1)
-
-    def die_or_link(*args: Any) -> None:
-        if next(numbers) == run.kill_step and torch.distributed.get_rank() == run.kill_rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        link(*args)
-
-    ModelCheckpoint._link_checkpoint = staticmethod(die_or_link)  # type: ignore[method-assign]
 
 
 def fail_to_record(run: StorageRun) -> None:
@@ -358,8 +349,6 @@ def main(path: str) -> None:
         partition_layout._LEAST_GRADIENT_BYTES = BLOCK_BYTES // run.granule
     if run.kill_at == "kill at copy":
         kill_in_copy(run)
-    if run.kill_at == "kill at link":
-        kill_at_link(run)
     fit(run)
 
 

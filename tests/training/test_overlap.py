@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,10 +20,13 @@ from lightning_smartinfinity.pipeline.step import Step
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFlight
 from tests.fabric import worker as fabric_worker
+from tests.fabric.worker import quiet_fabric
 from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
 from tests.training import actions
 from tests.training.actions import does, fail_at
+from tests.training.test_loop_manual import Manual
 from tests.training.worker import Run, prepared, train
 
 # A tasklet holds about two layers, and the ring holds only a few tasklets.
@@ -167,7 +171,6 @@ def test_a_plain_loop_is_guessed_right(
     recipe = dataclasses.replace(BF16, accumulate=1 if settings else 2, width=64, **settings)
     _, trainer, _ = train(run_of(tmp_path, recipe, "backward", zero=zero))
     speculation = trainer.strategy.optimizers[0].speculation
-    trainer.strategy.close()  # type: ignore[attr-defined]
     assert (speculation.num_adopted, speculation.num_discarded) == expected
 
 
@@ -190,7 +193,6 @@ def test_what_happens_between_backward_and_the_step(acts: list[actions.Action], 
         speculation: Any = trainer.strategy.optimizers[0].speculation
         rolled_back = len(acts) if overlap == "backward" else 0
         assert (speculation.num_adopted, speculation.num_discarded) == (0, rolled_back)
-        trainer.strategy.close()  # type: ignore[attr-defined]
     assert seen["none"] == seen["backward"]
 
 
@@ -209,7 +211,6 @@ def test_what_stays_gathered_has_its_values_until_the_step(tmp_path: Path) -> No
         _, trainer, _ = train(run_of(tmp_path / overlap, recipe, overlap), does(on_after_backward=read))
         # Before ZeRO-3 knows the order of modules, in the first step, nothing stays gathered: the read gathers it.
         assert trainer.strategy.optimizers[0].speculation.num_adopted == (3 if overlap == "backward" else 0)
-        trainer.strategy.close()  # type: ignore[attr-defined]
     assert len(seen["none"][-1]) == 32
     assert all(torch.equal(a, b) for a, b in zip(seen["none"], seen["backward"], strict=True))
 
@@ -224,9 +225,7 @@ def test_a_rate_that_is_out_of_range_takes_no_step(tmp_path: Path) -> None:
     module, trainer, _ = prepared(run_of(tmp_path, BF16, "backward"), does(on_after_backward=spoil_rate))
     with pytest.raises(ConfigError, match="lr"):
         trainer.fit(module)
-    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 1
-    assert len(module.losses) == 2
-    trainer.strategy.close()  # type: ignore[attr-defined]
+    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 1 and len(module.losses) == 2
 
 
 # ---- Ctrl-C
@@ -302,7 +301,6 @@ def test_an_interrupt_within_a_guess(
     num_steps = 3 if "committed" in name else 2
     assert optimizer.update.drained_handler().generation == num_steps
     assert_holds(trainer, module, straight(clip, num_steps))
-    trainer.strategy.close()  # type: ignore[attr-defined]
 
 
 def test_closing_within_a_guess(straight: Callable[..., Any], tmp_path: Path) -> None:
@@ -319,3 +317,85 @@ def test_closing_within_a_guess(straight: Callable[..., Any], tmp_path: Path) ->
     for name, param in module.model.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
             assert torch.equal(param, straight()[name].bfloat16()), name
+
+
+# ---- where nobody tells before a backward that a step follows it, no update begins within backward
+
+
+RECIPE = Recipe(precision="bf16-mixed", depth=1, max_steps=9)
+
+
+@dataclasses.dataclass
+class Trained:
+    """The modes of a training's steps, its losses, its masters, the number of its guesses, and its warnings."""
+
+    modes: list[str]
+    losses: list[float]
+    masters: list[Any]
+    num_adopted: int
+    warned: list[str]
+
+
+def in_fabric(root: Path, overlap: str, *, tells: bool = False) -> Trained:
+    """Train in a loop of Fabric; ``tells`` is whether it tells of each step before its backward."""
+    fabric: Any = quiet_fabric(root, precision=RECIPE.precision, options={"overlap": overlap})
+    module = RECIPE.build_model()
+    model, optimizer = fabric.setup(module, RECIPE.build_optimizer(list(module.named_parameters())))
+    trained = optimizer.engine.optimizer
+    modes, losses = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(RECIPE.max_steps):
+            loss = model(RECIPE.batch(step))
+            losses.append(float(loss.detach()))
+            if tells:
+                optimizer.engine.set_gradient_accumulation_boundary(True)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            modes.append(trained.overlap.mode)
+    return ended(fabric.strategy, trained, module, modes, losses, caught)
+
+
+def by_hand(root: Path, overlap: str) -> Trained:
+    """Train in a Trainer, in manual optimization."""
+    module = Manual()
+    modes: list[str] = []
+    module.on_train_batch_end = lambda *_: modes.append(trainer.strategy.optimizers[0].overlap.mode)  # type: ignore[method-assign]
+    trainer = quiet_trainer(root, overlap=overlap, max_steps=RECIPE.max_steps, limit_val_batches=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    return ended(trainer.strategy, trainer.strategy.optimizers[0], module, modes, module.losses, caught)
+
+
+def ended(strategy: Any, optimizer: Any, module: Any, modes: list[str], losses: list[float], caught: Any) -> Trained:
+    masters = [optimizer.get_full_hp_param(param).tolist() for param in module.parameters()]
+    warned = [str(warning.message) for warning in caught if "overlap=" in str(warning.message)]
+    num_adopted = optimizer.speculation.num_adopted
+    strategy.close()
+    return Trained(modes, losses, masters, num_adopted, warned)
+
+
+@pytest.mark.parametrize("train", [in_fabric, by_hand])
+def test_backward(train: Any, tmp_path: Path) -> None:
+    """A warning says once why no update begins within backward. The bits are the same. ``auto`` tries nothing."""
+    auto, trained = train(tmp_path / "auto", "auto"), train(tmp_path / "backward", "backward")
+    assert set(auto.modes) == {"forward"}
+    (warning,) = trained.warned
+    assert (
+        "works as 'forward': no caller announces before a backward that a step follows it" in warning
+        and trained.num_adopted == 0
+        and (trained.losses, trained.masters) == (auto.losses, auto.masters)
+    )
+
+
+def test_a_loop_in_fabric_that_tells(tmp_path: Path) -> None:
+    """With DeepSpeed's call before each backward ``auto`` tries it, and updates begin within backward."""
+    auto = in_fabric(tmp_path / "auto", "auto", tells=True)
+    assert auto.modes[4:8] == 4 * ["backward"] and auto.num_adopted >= 3
+    backward = in_fabric(tmp_path / "backward", "backward", tells=True)
+    assert (backward.num_adopted, backward.warned) == (RECIPE.max_steps, []) and (auto.losses, auto.masters) == (
+        backward.losses,
+        backward.masters,
+    )

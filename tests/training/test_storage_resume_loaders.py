@@ -19,18 +19,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
+from lightning_smartinfinity.integrations.trainer import fit_record
+from lightning_smartinfinity.integrations.trainer.fit_record import TrainerFitRecord
 from tests.helpers.long_cases import long_but
-from tests.helpers.random_fit import StatefulLoader
+from tests.helpers.random_fit import LitRandom, SaveAt, StatefulLoader, seed
 from tests.helpers.trainers import quiet_trainer
-from tests.training.loaders import Noisy, Plain, SizedStream, Stream, generator
+from tests.training.test_loader_position import Noisy, Plain, SizedStream, Stream, generator
+from tests.training.test_loop_exceptions import Broken
 
-NUM_EPOCHS = 3
 Point = tuple[str, int]
 """A hook, and the number of its calls."""
-
-
-class Broken(Exception):
-    """An exception in the user's code."""
 
 
 class Module(pl.LightningModule):
@@ -102,8 +100,7 @@ class Module(pl.LightningModule):
         told = [None if part is None else part.flatten().tolist() for part in parts]
         self.seen.append((self.trainer.global_step, self.current_epoch, batch_idx, told, float(torch.rand(()))))
         values = parts[0] if parts[0] is not None else parts[1]
-        loss: torch.Tensor = self.net(values.reshape(-1, 1)).pow(2).mean()
-        return loss
+        return self.net(values.reshape(-1, 1)).pow(2).mean()  # type: ignore[no-any-return]
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         drawn = float(torch.rand(()))
@@ -196,7 +193,7 @@ def fit(module: Module, root: Path, *, seed: int, settings: dict[str, Any], resu
     # An error before the first step would leave nothing, unlike a kill.
     strategy = SmartInfinityStrategy(root / "state", overlap="none", transfer={"keep": True})
     trainer = quiet_trainer(
-        root, strategy, **{"max_epochs": NUM_EPOCHS, "limit_val_batches": 0, "precision": "32-true", **settings}
+        root, strategy, **{"max_epochs": 3, "limit_val_batches": 0, "precision": "32-true", **settings}
     )
     with pytest.raises(Broken) if module.breaks_at is not None else nullcontext():
         trainer.fit(module, ckpt_path=resume)
@@ -299,8 +296,7 @@ def test_a_loader_of_other_data_begins_the_epoch_again(tmp_path: Path) -> None:
     resumed = Module(lambda: DataLoader([torch.ones(1)] * 30, 3, sampler=OwnOrder()))  # type: ignore[arg-type]
     other = "a DataLoader with another number of samples or another batch size begins"
     with pytest.warns(UserWarning, match=r"\(here OwnOrder\)"), pytest.warns(UserWarning, match=other):
-        resume = str(tmp_path / "batch end-2")
-        fit(resumed, tmp_path / "resumed", seed=9, settings={"max_epochs": 1}, resume=resume)
+        fit(resumed, tmp_path / "resumed", seed=9, settings={"max_epochs": 1}, resume=str(tmp_path / "batch end-2"))
     assert len(resumed.seen) == 8
 
 
@@ -344,3 +340,94 @@ def test_a_fit_without_a_step_leaves_the_training(tmp_path: Path, caplog: pytest
     for limits in ({"max_steps": 3}, {"max_epochs": 0}):
         assert goes_on(Module(make), **limits)
     assert not goes_on(Module(make), max_steps=4)
+
+
+# ---- what was due, and what the uninterrupted fit would not have drawn
+
+
+def fit_random(module: LitRandom, root: Path, *callbacks: Any, resume: Path | None = None, **options: Any) -> None:
+    settings: dict[str, Any] = {"precision": "32-true", "max_epochs": 3, "callbacks": list(callbacks), **options}
+    quiet_trainer(root, **settings).fit(module, ckpt_path=resume)
+
+
+def test_a_due_validation_on_another_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs, although random states are not restored."""
+    fit_random(LitRandom(validate=True), tmp_path, SaveAt(tmp_path, "batch-0-4"), max_epochs=1)
+    monkeypatch.setattr(fit_record, "fits", lambda *_, **__: False)
+    again, resume = tmp_path / "again", tmp_path / "batch-0-4.ckpt"
+    fit_random(LitRandom(validate=True), tmp_path, SaveAt(again, "validation-0-4"), resume=resume, max_epochs=1)
+    assert (again / "validation-0-4.ckpt").exists()
+
+
+def test_gradients_that_a_checkpoint_leaves_out_are_warned_of(tmp_path: Path) -> None:
+    """Only between the batches of a step. The second step of an epoch has its fourth and last batch alone."""
+    points = [f"batch-0-{number}" for number in range(1, 5)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_random(
+            LitRandom(), tmp_path, SaveAt(tmp_path, *points, "epoch-0-4"), max_epochs=1, accumulate_grad_batches=3
+        )
+    told = [str(warning.message) for warning in caught if "holds no gradients" in str(warning.message)]
+    assert ["those of batch 0 of epoch 0" in told[0], "those of batches 0 to 1 of epoch 0" in told[1]] == [True, True]
+    assert len(told) == 2
+    with pytest.warns(UserWarning, match="saved after 2 of the 3 batches of a step, and holds no gradients"):
+        fit_random(LitRandom(), tmp_path, resume=tmp_path / "batch-0-2.ckpt", max_epochs=1, accumulate_grad_batches=3)
+
+
+class SavingWithinBatch(LitRandom):
+    """Saves a checkpoint within each batch, before its step and after it, and has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(1, affine=False)
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "step.ckpt"))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "step.ckpt"))
+
+
+def test_a_batch_that_a_resumed_fit_repeats_is_warned_of(tmp_path: Path) -> None:
+    """A fit repeats the batch within which its checkpoint was saved: with its step, or with its running statistics."""
+    told = "within batch 1 of epoch 0, after its"
+    with (
+        pytest.warns(UserWarning, match=f"{told} optimizer step"),
+        pytest.warns(UserWarning, match=f"{told} forward.*BatchNorm"),
+    ):
+        fit_random(SavingWithinBatch(), tmp_path, max_epochs=1, limit_train_batches=2)
+
+
+def as_by_an_earlier_version(record: Any, patch: pytest.MonkeyPatch) -> None:
+    """Make fits shuffle all batches, and checkpoints hold random states but no point of the fit."""
+    patch.setattr(record, "keeps_order", lambda _: False)
+    patch.setattr(record, "_point", lambda _, random: random)
+
+
+@pytest.mark.parametrize("name", ["epoch-0-4", "batch-1-2"])
+def test_checkpoints_of_earlier_versions(name: str, tmp_path: Path) -> None:
+    """A fit goes on in their order, to the bit at an epoch's end. Within an epoch Lightning replays it. Both warn."""
+    seed(1)
+    straight, again = LitRandom(), LitRandom()
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="begun by an earlier version"):
+        as_by_an_earlier_version(TrainerFitRecord, patch)
+        fit_random(straight, tmp_path, SaveAt(tmp_path, name))
+    seed(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_random(again, tmp_path, resume=tmp_path / f"{name}.ckpt")
+    told = " ".join(str(warning.message) for warning in caught)
+    assert "begun by an earlier version" in told and ("replays the epoch's batches" in told) == (name == "batch-1-2")
+    if name == "epoch-0-4":
+        assert again.losses == straight.losses[4:]
+
+
+def test_random_numbers_of_workers_within_an_epoch_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stateful loader continues, but its workers draw from new seeds. A warning says so."""
+    monkeypatch.setattr(StatefulLoader, "num_workers", 2, raising=False)
+    fit_random(LitRandom(stateful=True), tmp_path, SaveAt(tmp_path, "batch-0-2"), max_epochs=1)
+    with pytest.warns(UserWarning, match="workers"):
+        fit_random(LitRandom(stateful=True), tmp_path, resume=tmp_path / "batch-0-2.ckpt", max_epochs=1)
