@@ -95,8 +95,7 @@ EXP_AVG_SQ = Minifloat(exponents=32, signed=False)
 
 def blocks_of(numel: int, borders: list[int]) -> list[tuple[int, int]]:
     """Return [begin, end) of each block: elements are cut at multiples of 256 and where parameters begin."""
-    cuts = sorted({0, *range(0, numel, CELL), *(border for border in borders if border < numel), numel})
-    return list(pairwise(cuts))
+    return list(pairwise(sorted({0, *range(0, numel, CELL), *(border for border in borders if border < numel), numel})))
 
 
 def random_bits(seed: int, elements: Bits) -> Bits:

@@ -18,6 +18,13 @@ class FakeCuda:
     """The controls and observations of the fake driver.
 
     Streams are handles, like torch's ``cuda_stream``.
+
+    Attributes:
+        reset: Removes delays and failures and empties the log.
+        delay: Delays copies by a random time, given a seed and the most microseconds.
+        deinitialize: Removes the driver with all that it holds, as at the end of a process, until ``reset``.
+        clear: Empties the log.
+        wait: Waits until a stream has done all its work.
     """
 
     def __init__(self, library: Path) -> None:
@@ -26,20 +33,13 @@ class FakeCuda:
         self._calls = calls = ctypes.CDLL(str(library))
         address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
         calls.fake_log.restype = ctypes.c_char_p
-        calls.fake_stream.restype = address
-        calls.fake_gate.restype = address
+        calls.fake_stream.restype = calls.fake_gate.restype = address
         calls.fake_gate.argtypes = calls.fake_open.argtypes = calls.fake_wait.argtypes = [address]
         calls.fake_destroy.argtypes = [address]
         calls.fake_kernel.argtypes = [address, number, address, address, size, number]
         calls.fake_delay.argtypes = [ctypes.c_uint64, number]
-
-    def reset(self) -> None:
-        """Remove delays and failures and empty the log."""
-        self._calls.fake_reset()
-
-    def delay(self, seed: int, max_delay_us: int) -> None:
-        """Delay copies by a random time."""
-        self._calls.fake_delay(seed, max_delay_us)
+        self.reset, self.clear, self.deinitialize = calls.fake_reset, calls.fake_clear, calls.fake_deinitialize
+        self.delay, self.wait = calls.fake_delay, calls.fake_wait
 
     def fail(self, call: str, *, skipped: int = 0, result: int = 2) -> None:
         """Make a call fail after the given number of calls of the same name."""
@@ -49,17 +49,9 @@ class FakeCuda:
         """Make a copy fail on its stream after the given number of copies."""
         self._calls.fake_fail_copy(skipped)
 
-    def deinitialize(self) -> None:
-        """Remove the driver with all that it holds, as at the end of a process, until :meth:`reset`."""
-        self._calls.fake_deinitialize()
-
     def log(self) -> list[str]:
-        """Return the calls since :meth:`clear`, for copies and registrations with host address and bytes."""
+        """Return the calls since ``clear``, for copies and registrations with host address and bytes."""
         return str(self._calls.fake_log().decode()).splitlines()
-
-    def clear(self) -> None:
-        """Empty the log."""
-        self._calls.fake_clear()
 
     def calls(self) -> list[str]:
         """Return the names of the calls in the log."""
@@ -91,10 +83,6 @@ class FakeCuda:
         """Open a gate, so that its stream continues."""
         self._gates.remove(gate)
         self._calls.fake_open(gate)
-
-    def wait(self, stream: int) -> None:
-        """Wait until a stream has done all its work."""
-        self._calls.fake_wait(stream)
 
     def held(self) -> dict[str, int]:
         """Return the number of driver objects that the package and the tests hold."""

@@ -1,5 +1,5 @@
 // Works many tiny batches through a Pipeline, under random sizes, threads, delays, short transfers and failures, and
-// compares every bit with a plain loop. Built with sanitizers by test_sanitizers.py.
+// compares every bit with a plain loop. Built with sanitizers by test_builds.py.
 //
 // Some tasklets are resident, in every third scenario in memory only. In every other scenario parameters are on the
 // fake CUDA device of fake_cuda.cpp, whose copies take their time or fail. Six scenarios of one update rule are

@@ -1,7 +1,7 @@
 // Works many tiny batches by a card in this process (fake_card.hpp), with the kernels of hls/, and the same batches by
 // the host, and compares every parameter and every byte on storage. The card hangs, fails and flips bits, and the
 // host then does the work that the card has not done. Some reads and writes of its files block until they are released.
-// Built with sanitizers by test_sanitizers.py.
+// Built with sanitizers by test_builds.py.
 
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
 // Works tasklets of random formats, sizes, borders and segments, without I/O, in memory of exact size, so that a
-// sanitizer sees any access beyond it. Built with sanitizers by test_sanitizers.py.
+// sanitizer sees any access beyond it. Built with sanitizers by test_builds.py.
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 // Compresses gradients of random tasklets, in memory of exact size, by every codec and on every instruction set, and
 // compares them with a plain sort. Feeds residuals from several threads, runs batches with a codec, and reads payloads
-// with random damage. Allocated bytes are counted. Built with sanitizers by test_sanitizers.py.
+// with random damage. Allocated bytes are counted. Built with sanitizers by test_builds.py.
 
 #include <unistd.h>
 

@@ -1,7 +1,7 @@
 // Lets several threads use one TensorStore and one FileQueue at random: they share extents, cancel requests, interrupt
 // waits, drop the last references to extents while files grow and shrink, and look at counters. In every other scenario
 // both are closed meanwhile. Everything that is read must have been written. In some scenarios a request is abandoned,
-// and returns later. Built with sanitizers by test_sanitizers.py.
+// and returns later. Built with sanitizers by test_builds.py.
 
 #include <sys/stat.h>
 #include <unistd.h>

@@ -1,6 +1,6 @@
 // Lets watches of up to five ranks talk, end and misunderstand each other in random scenarios, while other threads ask
 // them and tell them things. In each, one rank is lost in the end, and all others must learn which. Built with
-// sanitizers by test_sanitizers.py.
+// sanitizers by test_builds.py.
 
 #include <sys/socket.h>
 #include <unistd.h>

@@ -39,8 +39,7 @@ def test_no_driver(fake_cuda: FakeCuda, library: str, problem: str) -> None:
     use_cuda_library(library)
     with pytest.raises(CudaError, match=problem) as raised:
         CudaDevice(0)
-    assert "nvidia-smi" in raised.value.remedy
-    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+    assert "nvidia-smi" in raised.value.remedy and str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
     use_cuda_library(str(fake_cuda.library))
     CudaDevice(0)
     CudaDevice(1)
@@ -160,10 +159,8 @@ def test_parameters_of_a_batch_with_a_stream(fake_cuda: FakeCuda, tmp_path: Path
         ring_bytes = state.pipeline.ring_bytes
         fake_cuda.clear()
         found = np.zeros(1_000, np.float32)
-        batch = Batch(Operation.READ, state.tasklets([Run(0, 1_000, arrays=(None, found))]), [], stream)
-        state.pipeline.submit(batch)
-        assert state.pipeline.finish() is None
-        assert found.all()
+        state.pipeline.submit(Batch(Operation.READ, state.tasklets([Run(0, 1_000, arrays=(None, found))]), [], stream))
+        assert state.pipeline.finish() is None and found.all()
         assert (state.pipeline.ring_bytes, fake_cuda.log()) == (ring_bytes, [])
         runs = [Run(0, 500, parameter=found), Run(500, 500, parameter=found, parameter_dtype=DType.FLOAT16)]
         with pytest.raises(ValueError, match="tasklet 0: parameters on a device are of one dtype"):

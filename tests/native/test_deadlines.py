@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,33 +10,41 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity.integrations import session
 from lightning_smartinfinity.native import (
+    Batch,
     Failure,
     FileQueue,
     HostBuffer,
+    IoClass,
+    IoScheduler,
     Operation,
     StateFile,
+    TensorStore,
     ask_to_end,
     ending_seconds,
     io_engines,
     note_given_up,
 )
+from lightning_smartinfinity.storage.io import scheduling
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.golden import adam_step
 from tests.helpers.native_testing import EndingClock, Hold, inject
 from tests.helpers.processes import REPOSITORY
 from tests.helpers.waiting import LIMIT, PROCESS_LIMIT, await_that, lenient
-from tests.native.stored import Run, StoredState
-from tests.native.test_pipeline import adam, assert_same, initial, normals
+from tests.native.stored import Run, StoredState, extent_bytes
+from tests.native.test_pipeline import adam, assert_same, expected_update, initial, normals
 
 BLOCK = 4096
 PART = 4 << 20  # a request is cut into parts of this size
@@ -62,8 +71,7 @@ def test_a_request_that_is_not_answered(tmp_path: Path, engine: str) -> None:
     queue = FileQueue(io_engine=engine, timeout_ms=round(1000 * seconds))
     hold = Hold(queue, read_at=0)
     failure = read(queue, file, memory, 1)
-    assert failure is not None and failure.kind == "timeout"
-    assert (failure.path, failure.offset) == (file.path, BLOCK)
+    assert failure is not None and failure.kind == "timeout" and (failure.path, failure.offset) == (file.path, BLOCK)
     assert failure.message == (
         f"reading {BLOCK} bytes at offset {BLOCK} of {file.path} did not return within {seconds:g} s"
     )
@@ -73,8 +81,7 @@ def test_a_request_that_is_not_answered(tmp_path: Path, engine: str) -> None:
     assert refused.message.endswith("was refused, since an earlier request has not returned")
     hold.release()
     await_that(lambda: not queue.busy)
-    assert read(queue, file, memory, 3) is None
-    assert bytes(memory.memoryview()) == bytes([3]) * BLOCK
+    assert read(queue, file, memory, 3) is None and bytes(memory.memoryview()) == bytes([3]) * BLOCK
 
 
 def test_a_batch_that_is_not_answered(tmp_path: Path) -> None:
@@ -84,12 +91,10 @@ def test_a_batch_that_is_not_answered(tmp_path: Path) -> None:
     with StoredState(tmp_path, NUMEL, 1024, options={"timeout_ms": round(1000 * seconds)}) as state:
         state.write(*arrays)
         hold = Hold(state.pipeline, write_at=1)
-        parameter = np.zeros(NUMEL, np.float32)
-        runs = [Run(0, NUMEL, 0, normals(9, NUMEL), parameter=parameter)]
+        runs = [Run(0, NUMEL, 0, normals(9, NUMEL), parameter=np.zeros(NUMEL, np.float32))]
         state.start(Operation.UPDATE, runs, [STEP])
         failure = state.pipeline.finish()
-        assert failure is not None and failure.kind == "timeout"
-        assert failure.message.startswith("writing ")
+        assert failure is not None and failure.kind == "timeout" and failure.message.startswith("writing ")
         assert failure.message.endswith(f"(tasklet {failure.tasklet}) did not return within {seconds:g} s")
         assert state.pipeline.busy and len(state.pipeline.writes_out()) == 1
         with pytest.raises(ValueError, match="has not returned"):
@@ -312,23 +317,25 @@ def interrupted() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def start_slow_update(state: StoredState, *, delay_us: int) -> tuple[Any, Any]:
-    """Start an update of forty tasklets, one after the other, and return its gradient and parameters."""
-    gradient, parameter = normals(9, SEVERAL_TASKLETS), np.full(SEVERAL_TASKLETS, UNTOUCHED, np.float32)
-    inject(state.pipeline, seed=1, max_delay_us=delay_us)
-    state.start(Operation.UPDATE, [Run(0, SEVERAL_TASKLETS, 0, gradient, parameter=parameter)], [STEP])
-    return gradient, parameter
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_interrupt_ends_the_wait(tmp_path: Path, goes_on: bool) -> None:
+    """The next wait returns when the batch is complete.
 
-
-def test_an_interrupt_ends_the_wait_and_stop_the_batch(tmp_path: Path) -> None:
-    """An interrupt ends the wait early. stop() skips tasklets that have not begun. The old place stays intact."""
-    arrays = initial(SEVERAL_TASKLETS)
+    stop() skips tasklets that have not begun, and the old place stays intact.
+    """
+    arrays, gradient = initial(SEVERAL_TASKLETS), normals(9, SEVERAL_TASKLETS)
+    parameter = np.full(SEVERAL_TASKLETS, UNTOUCHED, np.float32)
     with StoredState(tmp_path, SEVERAL_TASKLETS, 1024, options={"num_buffers": 1}) as state:
         state.pipeline.stop()  # which stops nothing
         state.write(*arrays)
-        _, parameter = start_slow_update(state, delay_us=100_000)
+        inject(state.pipeline, seed=1, max_delay_us=15_000 if goes_on else 100_000)
+        state.start(Operation.UPDATE, [Run(0, SEVERAL_TASKLETS, 0, gradient, parameter=parameter)], [STEP])
         with interrupted():
-            state.pipeline.wait()
+            (state.pipeline.finish if goes_on else state.pipeline.wait)()
+        if goes_on:
+            assert state.pipeline.finish() is None
+            np.testing.assert_array_equal(parameter, adam(STEP, gradient, arrays)[0])
+            return
         state.pipeline.stop()
         assert parameter[-1] == UNTOUCHED
         seen = parameter.copy()
@@ -339,13 +346,164 @@ def test_an_interrupt_ends_the_wait_and_stop_the_batch(tmp_path: Path) -> None:
         np.testing.assert_array_equal(parameter, seen)
 
 
-def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
-    """After an interrupted wait, the next wait returns when the batch is complete."""
-    arrays = initial(SEVERAL_TASKLETS)
-    with StoredState(tmp_path, SEVERAL_TASKLETS, 1024, options={"num_buffers": 1}) as state:
-        state.write(*arrays)
-        gradient, parameter = start_slow_update(state, delay_us=15_000)
-        with interrupted():
-            state.pipeline.finish()
+# ---- pipelines and tensor stores take turns at the scheduler of their device
+
+
+TASKLET = 1024
+EXTENT = extent_bytes(TASKLET)
+
+
+class Neighbour:
+    """A tensor store on the same device, whose first write uses up all that may be in flight."""
+
+    def __init__(self, folder: Path, scheduler: IoScheduler, *, timeout_ms: int | None = None) -> None:
+        path = folder / "tensors"
+        path.touch()
+        self.store = TensorStore([StateFile(str(path), direct=False, scheduler=scheduler)], timeout_ms=timeout_ms)
+        self._memory = HostBuffer(2 * EXTENT)
+
+    def write(self, nbytes: int, io_class: IoClass = IoClass.AWAITED) -> int:
+        extent = self.store.allocate(nbytes)
+        return self.store.write(extent, offset=0, address=self._memory.address, nbytes=nbytes, io_class=io_class)
+
+
+@contextmanager
+def neighbours(
+    folder: Path, *, num_tasklets: int = 2, timeout_ms: int | None = None
+) -> Iterator[tuple[StoredState, Neighbour]]:
+    """Make a state and a tensor store, of which two extents may be in flight together, and one while one is held."""
+    scheduler = IoScheduler(in_flight_bytes=2 * EXTENT)
+    state = StoredState(
+        folder, num_tasklets * TASKLET, TASKLET, scheduler=scheduler, options={"timeout_ms": timeout_ms}
+    )
+    with state:
+        state.write(*initial(state.numel))
+        neighbour = Neighbour(folder, scheduler, timeout_ms=timeout_ms)
+        yield state, neighbour
+        neighbour.store.close()
+
+
+def waits_of(state: StoredState) -> dict[tuple[str, str], tuple[int, int]]:
+    assert state.scheduler is not None
+    return {(who, whom): (requests, nbytes) for who, whom, requests, nbytes, _ in state.scheduler.waits()}
+
+
+@pytest.mark.parametrize(
+    ("asks_by", "io_class"),
+    [("nobody", IoClass.STATE), ("preferring", IoClass.BACKGROUND), ("waiting", IoClass.STATE)],
+)
+def test_what_somebody_needs_is_read_first(tmp_path: Path, asks_by: str, io_class: IoClass) -> None:
+    """A read that waits for its turn overtakes others of its pipeline once its tasklet is needed."""
+    with neighbours(tmp_path) as (state, neighbour):
+        first, second = Hold(neighbour.store, write_at=0), Hold(neighbour.store, write_at=1)
+        neighbour.write(EXTENT), neighbour.write(EXTENT)
+        await_that(lambda: first.count + second.count == 2)
+        found = tuple(np.zeros(state.numel, np.float32) for _ in range(3))
+        tasklets = state.tasklets([Run(0, state.numel, arrays=found)])
+        state.pipeline.submit(Batch(Operation.READ, tasklets, io_class=io_class))
+        if asks_by == "preferring":
+            state.pipeline.prefer([1])
+        elif asks_by == "waiting":
+            with interrupted():
+                state.pipeline.wait_for([1])
+        first.release()  # from now on one extent may be in flight
         assert state.pipeline.finish() is None
-        np.testing.assert_array_equal(parameter, adam(STEP, gradient, arrays)[0])
+        second.release()
+        name = io_class.name.lower()
+        if asks_by == "nobody":
+            assert waits_of(state) == {(name, "awaited"): (2, 2 * EXTENT), (name, name): (1, EXTENT)}
+        else:
+            assert waits_of(state) == {
+                ("gather", "awaited"): (1, EXTENT),
+                (name, "awaited"): (1, EXTENT),
+                (name, "gather"): (1, EXTENT),
+            }
+        assert_same(found, initial(state.numel))
+
+
+@pytest.mark.parametrize(("num_processes", "num_buffers", "widened"), [(1, 4, 4), (2, 8, 4)])
+def test_a_ring_never_waits_for_itself(tmp_path: Path, num_processes: int, num_buffers: int, widened: int) -> None:
+    """The bytes of a ring may be in flight together while its pipeline is open, however few are meant to be.
+
+    A process of several has its part of the device's bytes, and of its ring's, and no more.
+    """
+    scheduler = IoScheduler(in_flight_bytes=4096 * num_processes, num_processes=num_processes)
+    assert scheduler.in_flight_bytes == 4096
+    options = {"num_buffers": num_buffers}
+    with StoredState(tmp_path, 16 * TASKLET, TASKLET, scheduler=scheduler, options=options) as state:
+        assert scheduler.in_flight_bytes == widened * EXTENT
+        state.write(*initial(state.numel))
+        assert_same(state.read(), initial(state.numel))
+        other = state.open_pipeline()
+        state.pipeline.close()
+        assert scheduler.in_flight_bytes == widened * EXTENT
+        other.close()
+        assert scheduler.in_flight_bytes == 4096
+        assert num_processes > 1 or scheduler.waits() == []
+
+
+@pytest.mark.parametrize("end", ["it is done", "it fails", "it is cancelled", "it is not answered"])
+def test_requests_go_on_whatever_becomes_of_those_before(tmp_path: Path, end: str) -> None:
+    """An update that waits for another user's request begins when that has ended in any way, with the same bits."""
+    with neighbours(tmp_path, num_tasklets=5, timeout_ms=round(1000 * lenient())) as (state, neighbour):
+        arrays = initial(state.numel)
+        inject(state.pipeline, seed=1, max_delay_us=500, short_transfer_every=2)
+        if end == "it fails":
+            inject(neighbour.store, fail_write_at=0, errno=errno.EIO)
+        hold = Hold(neighbour.store, write_at=0)
+        begun = neighbour.write(2 * EXTENT)
+        waiting = neighbour.write(2 * EXTENT)
+        gradient, parameter = normals(9, state.numel), arrays[0].copy()
+        runs = [Run(0, state.numel, 0, gradient, parameter=parameter)]
+        state.start(Operation.UPDATE, runs, [adam_step()])
+        if end == "it is cancelled":
+            assert neighbour.store.cancel(waiting) and not neighbour.store.cancel(begun)
+        if end != "it is not answered":
+            hold.release()
+        assert state.finish() is None
+        failure = neighbour.store.wait(begun)
+        assert (failure.kind if failure else None) == {"it fails": "io", "it is not answered": "timeout"}.get(end)
+        hold.release()
+        await_that(lambda: not neighbour.store.busy)
+        arrays = expected_update(arrays, gradient, runs)
+        assert_same((parameter,), arrays[:1])
+        assert_same(state.read(), arrays)
+
+
+def test_a_device_that_answers_nobody_is_given_up_by_all(tmp_path: Path) -> None:
+    """What waits for its turn behind requests that do not return is given up soon after them, one after the other."""
+    scheduler = IoScheduler(in_flight_bytes=2 * EXTENT)
+    with ExitStack() as opened:
+        states, holds = [], []
+        for number in range(5):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            options = {"timeout_ms": ENDLESS}
+            states.append(StoredState(folder, 2 * TASKLET, TASKLET, scheduler=scheduler, options=options))
+            opened.enter_context(states[-1])
+            states[-1].write(*initial(states[-1].numel))
+        for state in states:
+            holds.append(Hold(state.pipeline, read_at=0, count=2))
+            state.start(Operation.READ, [Run(0, state.numel)])
+        # Three seconds for each of them would be more than those for which limits are short.
+        ask_to_end()
+        failures = [state.pipeline.finish() for state in states]
+        assert [failure and failure.kind for failure in failures] == ["timeout"] * len(states)
+        for hold in holds:
+            hold.release()
+        await_that(lambda: not any(state.pipeline.busy for state in states))
+
+
+@pytest.mark.parametrize("num_processes", [1, 4])
+def test_the_ranks_of_a_machine_share_a_device(
+    tmp_path: Path, num_processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has an equal part of what one process alone may have in flight."""
+    monkeypatch.setattr(scheduling, "_schedulers", {})
+    monkeypatch.setattr(scheduling, "_num_processes", 1)
+    monkeypatch.setattr(session, "prepare_environment", lambda device_type, *, local_world_size: None)
+    strategy = SmartInfinityStrategy(tmp_path / "storage")
+    strategy._prepare_environment(torch.device("cpu"), local_world_size=num_processes)
+    with (tmp_path / "file").open("w") as file:
+        part = scheduling.scheduler_of(file.fileno()).in_flight_bytes
+    assert part * num_processes == IoScheduler().in_flight_bytes

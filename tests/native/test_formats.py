@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
-from lightning_smartinfinity.native import DType, Identity, Operation
+from lightning_smartinfinity.native import BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES, DType, Identity, Operation
+from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.pipeline.rules import rule_for
 from tests.helpers.golden import Floats, adam, adam_step, assert_same_bits, random_arrays
 from tests.helpers.native_testing import InstructionSet
 from tests.native import codecs
@@ -142,8 +146,7 @@ def test_what_is_not_finite(instruction_set: InstructionSet, tmp_path: Path, sta
         run = Run(0, numel, 0, g, parameter=parameter, parameter_dtype=DType.BFLOAT16)
         assert state.work(Operation.UPDATE, [run], [adam_step(seed=1)]) is None
         second = state.read()
-        for array in second:
-            assert np.isnan(array[20])
+        assert [bool(np.isnan(array[20])) for array in second] == [True] * 3
         master = (parameter.astype(np.uint32) << 16).view(np.float32)
         np.testing.assert_array_equal(np.isnan(master), np.isnan(second[0]))
         assert np.isfinite(np.delete(np.stack(second), [7, 8, 9, 10, 11, 20], axis=1)).all()
@@ -151,8 +154,7 @@ def test_what_is_not_finite(instruction_set: InstructionSet, tmp_path: Path, sta
 
 def test_remainders(tmp_path: Path) -> None:
     """Masters survive exactly, except those half-way above an even bf16, which change by one unit of fp32."""
-    random = np.random.default_rng(6)
-    bits = random.integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    bits = np.random.default_rng(6).integers(0, 1 << 32, 100_000, dtype=np.uint32)
     bits[::3] = (bits[::3] & 0xFFFF0000) | 0x8000
     bits[:4] = [0x7F7FFFFF, 0xFF7FFFFF, 0x00008000, 0x80018000]
     masters = bits.view(np.float32)
@@ -201,22 +203,89 @@ def test_masters_in_parameters_are_not_read(tmp_path: Path, state_format: int) -
     assert_same_bits(found, rounded)
 
 
-def test_refused_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("state_format", "span", "in_parameter", "offset", "told"),
+    [
+        *((INT8, span, False, 0, "ends inside a block") for span in [(0, 100), (100, 256), (256, 299)]),
+        (INT8, (0, 1000), True, 0, "needs the address of fp32 parameters"),
+        (INT8, (0, 1000), False, 100, "offset 100 is not a multiple of 256"),
+        (REMAINDER, (0, 1000), True, 0, "address of bf16 parameters"),
+    ],
+)
+def test_refused_batches(
+    tmp_path: Path, state_format: int, span: tuple[int, int], in_parameter: bool, offset: int, told: str
+) -> None:
     """A batch that ends inside a block, or lacks the parameters that its format needs, is refused."""
-    g = np.zeros(1000, np.float32)
-    with stored(tmp_path, 1000, INT8, borders=[300]) as state:
-        state.write(g)
-        for begin, end in [(0, 100), (100, 256), (256, 299)]:
-            with pytest.raises(ValueError, match="ends inside a block"):
-                state.start(Operation.UPDATE, [Run(begin, end - begin, 0, g)], [adam_step()])
-        with pytest.raises(ValueError, match="needs the address of fp32 parameters"):
-            state.start(Operation.UPDATE, [Run(0, 1000, 0, g)], [adam_step()], master_in_parameter=True)
-        state.offset = 100
-        with pytest.raises(ValueError, match="offset 100 is not a multiple of 256"):
-            state.start(Operation.UPDATE, [Run(0, 1000, 0, g)], [adam_step()])
-    run = Run(0, 1000, 0, g, parameter=np.zeros(1000, np.float32))
+    (begin, end), zeros = span, np.zeros(1000, np.float32)
+    run = Run(begin, end - begin, 0, zeros, parameter=zeros if state_format == REMAINDER else None)
     with (
-        stored(tmp_path, 1000, REMAINDER) as state,
-        pytest.raises(ValueError, match="address of bf16 parameters"),
+        stored(tmp_path, 1000, state_format, borders=[300], offset=offset) as state,
+        pytest.raises(ValueError, match=told),
     ):
-        state.start(Operation.UPDATE, [run], [adam_step()], master_in_parameter=True)
+        state.start(Operation.UPDATE, [run], [adam_step()], master_in_parameter=in_parameter)
+
+
+# ---- the table of formats agrees with existing stores, with the documents and with the update rules
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+# Number; bytes per element of Adam in each region; type of the parameter in the first region.
+ON_STORAGE = {
+    "fp32": (0, (4, 4, 4), DType.FLOAT32),
+    "bf16": (1, (4, 2, 2), DType.FLOAT32),
+    "int8": (2, (4, 1, 1), DType.FLOAT32),
+    "int8_remainder": (3, (2, 2, 1, 1), DType.BFLOAT16),
+}
+
+
+def rows_of(page: str, *, columns: int) -> dict[str, list[str]]:
+    """Return the cells after each format's name in the page's table with this many further columns."""
+    rows = re.findall(r"^\| `(\w+)`(?: \(default\))? \|(.*)\|$", (DOCS / page).read_text(), re.MULTILINE)
+    cells = {name: [cell.strip() for cell in rest.split(" | ")] for name, rest in rows if name in STATE_FORMATS}
+    assert all(len(row) == columns for row in cells.values())
+    return cells
+
+
+def test_numbers_names_and_regions_are_those_on_storage() -> None:
+    """Formats keep their numbers, names and region sizes, so that existing stores can be read."""
+    found = {name: (form.number, form.item_bytes(3), form.parameter_dtype) for name, form in STATE_FORMATS.items()}
+    assert found == ON_STORAGE and list(found) == list(ON_STORAGE)
+    assert (BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES) == (4096, 256, 128)
+
+
+def test_other_rules_than_adam_have_fp32_only() -> None:
+    """Adam has all formats. The others would round what other rules need."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    assert rule_for(torch.optim.AdamW([parameter])).state_formats == tuple(ON_STORAGE)
+    assert rule_for(torch.optim.SGD([parameter])).state_formats == ("fp32",)
+
+
+def test_storage_page_tabulates_the_regions() -> None:
+    """The page on bytes on storage documents each format's number and the bytes of its regions.
+
+    The table gives bytes per element (`n`) and per block (`b`).
+    """
+    rows = rows_of("bytes_on_storage.md", columns=2)
+    assert list(rows) == list(STATE_FORMATS)
+    for name, (number, regions) in rows.items():
+        form = STATE_FORMATS[name]
+        items = tuple(int(factor or 1) for factor, unit in re.findall(r"`(?:(\d) )?([nb])`", regions) if unit == "n")
+        if "times" in regions:
+            items *= 3
+        assert (int(number), items) == (form.number, form.item_bytes(3)), name
+        assert form.has_blocks == ("`2 b`" in regions), name
+
+
+def test_users_page_tells_what_a_step_moves() -> None:
+    """The users' page gives the bytes on storage and the bytes that a step reads and writes."""
+    rows = rows_of("state_formats.md", columns=5)
+    assert list(rows) == list(STATE_FORMATS)
+    numel = 1 << 30  # so many that padding does not count
+    for name, (*_, place, sixteen_bit, full) in rows.items():
+        form = STATE_FORMATS[name]
+        first, written = form.item_bytes(3)[0], sum(form.item_bytes(3))
+        assert float(place.removesuffix(" B")) == round(form.extent_bytes(numel, 3) / numel, 2), name
+        bf16_only = form.parameter_dtype is DType.BFLOAT16
+        read = written - first if bf16_only else written
+        assert sixteen_bit == f"{read} B / {written} B" + " (bf16 only)" * bf16_only, name
+        assert full == ("–" if bf16_only else f"{written - first} B / {written} B"), name  # noqa: RUF001

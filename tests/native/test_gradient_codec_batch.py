@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from lightning_smartinfinity.native import (
     Identity,
     Operation,
     TopK,
+    feed_back,
 )
-from tests.helpers.compressed import BLOCK, Payload, Source, block_scaled, build, compress, expand, top_k
+from tests.helpers.compressed import BLOCK, Payload, Source, block_scaled, build, compress, expand, fed_back, top_k
 from tests.helpers.golden import DTYPES, STEPS_OF_RULES, adam_step, assert_same_bits, encode, random_arrays
-from tests.native.compressing import Parts, mask_of
-from tests.native.stored import JOB, Array, Run, StoredState
+from tests.helpers.native_testing import InstructionSet
+from tests.native.stored import JOB, Array, Compressing, Parts, Run, StoredState, decoded, mask_of
 
 NUMEL = 40_000
 TASKLET = 66 * 256
@@ -59,10 +62,6 @@ def compressing_state(
     return state
 
 
-def sizes(state: StoredState) -> list[tuple[int, int]]:
-    return [(index * TASKLET, state.numel_of(index)) for index in range(state.num_tasklets)]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
 @pytest.mark.parametrize("name", STEPS_OF_RULES)
 def test_as_with_payloads_by_numpy(tmp_path: Path, name: str, dtype: DType) -> None:
@@ -91,8 +90,8 @@ def test_as_with_payloads_by_numpy(tmp_path: Path, name: str, dtype: DType) -> N
             compressing_state(folder / "numpy", codec, None, arrays) as other,
         ):
             other.codec = None
-            for index, (first, numel) in enumerate(sizes(state)):
-                part = slice(first, first + numel)
+            for index in range(state.num_tasklets):
+                part = slice(index * TASKLET, index * TASKLET + state.numel_of(index))
                 source = Source(gradient[part], dtype, mask[part], residual[part], 4.0)
                 other.payloads[index] = np.frombuffer(by_numpy(source), np.uint8).copy()
             assert state.work(Operation.UPDATE, runs_of(gradient, dtype, found), steps) is None
@@ -256,19 +255,151 @@ def test_bad_index_or_count(
     with stored_with(tmp_path, memory_of(payload), LENGTH) as stored:
         failure = stored.work(Operation.UPDATE, [Run(0, LENGTH, step=0, parameter=parameter)], [adam_step()])
         assert failure is not None and failure.kind == "gradient" and message in failure.message
-        assert "the compressed gradient of tasklet 0 is refused" in failure.message
-        assert np.all(parameter == 7)
-        assert stored.pipeline.finished() == []
-        assert np.all(stored.read()[0] == 1)
+        assert "the compressed gradient of tasklet 0 is refused" in failure.message and np.all(parameter == 7)
+        assert stored.pipeline.finished() == [] and np.all(stored.read()[0] == 1)
 
 
 def test_segments_beside_a_payload(tmp_path: Path) -> None:
     gradient = np.ones(64, np.float32)
-    payload = memory_of(compress(gradient, 0.5, DType.FLOAT16))
-    with stored_with(tmp_path, payload, 64) as stored:
-        with pytest.raises(ValueError, match="gradient address beside the tasklet's payload"):
-            stored.work(Operation.UPDATE, [Run(0, 64, step=0, gradient=gradient)], [adam_step()])
-        with pytest.raises(ValueError, match="another type than the payload's values"):
-            stored.work(Operation.UPDATE, [Run(0, 64, step=0)], [adam_step()])
-        with pytest.raises(ValueError, match="a payload is for UPDATE only"):
-            stored.pipeline.submit(Batch(Operation.READ, stored.tasklets([Run(0, 64)], compressed=True)))
+    with stored_with(tmp_path, memory_of(compress(gradient, 0.5, DType.FLOAT16)), 64) as stored:
+        for operation, run, told in (
+            (Operation.UPDATE, Run(0, 64, step=0, gradient=gradient), "gradient address beside the tasklet's payload"),
+            (Operation.UPDATE, Run(0, 64, step=0), "another type than the payload's values"),
+            (Operation.READ, Run(0, 64), "a payload is for UPDATE only"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                stored.pipeline.submit(Batch(operation, stored.tasklets([run], compressed=True), [adam_step()]))
+
+
+# ---- after a step the residual holds exactly the eligible gradient that was not sent
+
+
+FED_BACK = 70_000
+FED_PARTS = [(3, 30_000, 0), (30_000, 40_000, -1), (40_001, 65_530, 1), (65_530, FED_BACK - 9, 0)]
+FED_PADDING = [(100, 50), (29_990, 20), (FED_BACK - 12, 12)]
+
+CODECS: dict[str, GradientCodec] = {
+    "top_k": TopK(ratio=0.02),
+    "top_k_bf16": TopK(ratio=0.02, value_dtype=DType.BFLOAT16),
+    "sampled": TopK(ratio=0.3, exact=False),
+    "all": TopK(ratio=1.0),
+    "8_bits": BlockScaled(),
+}
+
+
+def compressing_of(dtype: DType = DType.FLOAT32, seed: int = 0, scale: float = 8.0) -> Compressing:
+    gradient, residual = np.random.default_rng(seed).standard_normal((2, FED_BACK)).astype(np.float32)
+    gradient[::13] = residual[::11] = 0
+    return Compressing(encode(gradient * np.float32(scale), dtype), dtype, residual, scale, FED_PARTS, FED_PADDING)
+
+
+def feed(compressing: Compressing, payload: bytes) -> None:
+    feed_back([compressing.tasklet(len(payload))], residual_scale=compressing.scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CODECS)
+def test_what_was_not_sent(instruction_set: InstructionSet, name: str, dtype: DType) -> None:
+    """The residual becomes what was not sent. Padding and elements without a step keep theirs.
+
+    The residual is divided by the scale, also if that is no power of two.
+    """
+    for scale in (8.0, 3.0):
+        compressing = compressing_of(dtype, scale=scale)
+        payload = compressing.encode(CODECS[name])
+        expected = fed_back(compressing.source, decoded(payload, FED_BACK))
+        before = compressing.residual
+        assert before is not None
+        compressing.residual = before.copy()
+        feed(compressing, payload)
+        assert_same_bits(compressing.residual, expected)
+        assert (compressing.residual != before).any()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_sums_beyond_fp32(name: str, instruction_set: InstructionSet) -> None:
+    """With gradients of 3e38 in every step, the payload and the residual stay finite."""
+    gradient = np.full(1000, 3e38, np.float32)
+    gradient[::2] *= -1
+    compressing = Compressing(gradient, DType.FLOAT32, np.zeros(1000, np.float32), 1.0)
+    for _ in range(4):
+        payload = compressing.encode(CODECS[name])
+        assert np.isfinite(decoded(payload, 1000)).all()
+        feed(compressing, payload)
+        assert compressing.residual is not None and np.isfinite(compressing.residual).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, pytest.param(40, id="more than there is memory for")])
+def test_any_number_of_threads(threads: int) -> None:
+    """Each tasklet is fed once. If not all threads can be started, those that run do all the work.
+
+    If they did half of it, the next call would feed that half twice.
+    """
+    compressings = [compressing_of(seed=seed) for seed in range(max(7, threads))]
+    pairs = [(one, one.encode(CODECS["top_k"])) for one in compressings]
+    expected = [fed_back(one.source, decoded(payload, FED_BACK)) for one, payload in pairs]
+    tasklets = [one.tasklet(len(payload)) for one, payload in pairs]
+    with _room_for(64 << 20):  # far less than the stacks of forty threads take
+        feed_back(tasklets, residual_scale=8.0, threads=threads)
+    for compressing, residual in zip(compressings, expected, strict=True):
+        assert compressing.residual is not None
+        assert_same_bits(compressing.residual, residual)
+
+
+@contextmanager
+def _room_for(nbytes: int) -> Iterator[None]:
+    """Limit the process's address space to this many bytes more than it uses."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("name", ["top_k", "8_bits"])
+def test_twice(name: str) -> None:
+    """Feeding the same payload twice counts once, as after an interrupt. The next step's payload counts again."""
+    compressing = compressing_of()
+    payload = compressing.encode(CODECS[name])
+    expected = fed_back(compressing.source, decoded(payload, FED_BACK))
+    for _ in range(2):
+        feed(compressing, payload)
+        assert compressing.residual is not None
+        assert_same_bits(compressing.residual, expected)
+    feed(compressing, compressing.encode(CODECS[name]))
+    assert not np.array_equal(compressing.residual, expected)
+
+
+@pytest.mark.parametrize("damage", [0, 24, 64, "cut"])
+@pytest.mark.parametrize("name", ["top_k", "8_bits"])
+def test_a_damaged_payload(name: str, damage: int | str) -> None:
+    """A damaged payload changes no residual, not even of earlier tasklets."""
+    compressings = [compressing_of(seed=seed) for seed in range(2)]
+    lengths = [len(compressing.encode(CODECS[name])) for compressing in compressings]
+    before = [one.residual.copy() for one in compressings if one.residual is not None]
+    if isinstance(damage, int):
+        compressings[1].memory[damage] = 0xFF
+    else:
+        lengths[1] -= 1
+    tasklets = [one.tasklet(length) for one, length in zip(compressings, lengths, strict=True)]
+    with pytest.raises(ValueError, match=r"feed_back: the compressed gradient of tasklet 7 is refused: "):
+        feed_back(tasklets, residual_scale=8.0, threads=2)
+    for compressing, residual in zip(compressings, before, strict=True):
+        assert compressing.residual is not None
+        assert_same_bits(compressing.residual, residual)
+
+
+def test_bad_arguments() -> None:
+    """They are refused by name."""
+    compressing = compressing_of()
+    tasklet = compressing.tasklet(len(compressing.encode(CODECS["top_k"])))
+    compressing.parts = [(0, FED_BACK + 1, 0)]
+    for one, options, problem in (
+        (tasklet, {"threads": 0}, "threads must be at least 1"),
+        (tasklet, {"residual_scale": 0}, r"tasklet 7: residual_scale 0\.0+ is not"),
+        (compressing.tasklet(1_000), {}, "tasklet 7: a segment of 70001 elements"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            feed_back([one], **options)

@@ -33,8 +33,7 @@ URING = [name for name, reason in native.io_engines() if name.startswith("io_uri
 def test_engines_there_are() -> None:
     """Engines are listed fastest first. Threads are always available, and here all are. Others are refused."""
     assert ENGINES == ["io_uring", "io_uring_sqpoll", "threads", "plain"]
-    assert dict(native.io_engines())["threads"] is None
-    assert URING == ["io_uring", "io_uring_sqpoll"]
+    assert dict(native.io_engines())["threads"] is None and URING == ["io_uring", "io_uring_sqpoll"]
     with pytest.raises(ValueError, match="no I/O engine 'spdk'"):
         FileQueue(io_engine="spdk")
 
@@ -95,8 +94,7 @@ def test_many_requests_at_once(tmp_path: Path, engine: str) -> None:
     assert queue.counters().system_calls < 6 * num_requests
     full = StateFile("/dev/full", direct=False)
     failure = queue.wait(queue.write(full, offset=0, address=source.address, nbytes=block))
-    assert failure is not None
-    assert (failure.kind, failure.errno, failure.path) == ("io", errno.ENOSPC, "/dev/full")
+    assert failure is not None and (failure.kind, failure.errno, failure.path) == ("io", errno.ENOSPC, "/dev/full")
     queue.close()
 
 
@@ -125,8 +123,7 @@ WITHOUT_URING = """
 def test_where_io_uring_is_forbidden(call: int) -> None:
     """If io_uring is forbidden, threads are used, and asking for io_uring fails with the reason."""
     reason, error = run_python(WITHOUT_URING, str(call)).splitlines()
-    assert reason == "the system refuses io_uring (Operation not permitted)"
-    assert reason in error
+    assert reason == "the system refuses io_uring (Operation not permitted)" and reason in error
 
 
 UNPRIVILEGED = """
@@ -149,11 +146,6 @@ UNPRIVILEGED = """
 """
 
 
-def test_without_privileges_and_with_little_memory_to_lock(tmp_path: Path) -> None:
-    """A ring of 24 MiB works unregistered under a limit of 8 MiB, and the kernel's error number is kept."""
-    assert run_python(UNPRIVILEGED, tmp_path) == f"{24 << 20} 0 {errno.ENOMEM}\n"
-
-
 WITHOUT_DESCRIPTORS = """
     import os, resource, sys
     from tests.native.test_pipeline import NUMEL, work_two_steps
@@ -172,9 +164,17 @@ WITHOUT_DESCRIPTORS = """
 """
 
 
-def test_too_few_descriptors_for_a_ring(tmp_path: Path) -> None:
-    """With too few descriptors for io_uring, I/O runs in threads, and stays there when descriptors are free again."""
-    assert run_python(WITHOUT_DESCRIPTORS, tmp_path) == "threads\n"
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [(UNPRIVILEGED, f"{24 << 20} 0 {errno.ENOMEM}\n"), (WITHOUT_DESCRIPTORS, "threads\n")],
+    ids=["without privileges and with little memory to lock", "too few descriptors for a ring"],
+)
+def test_what_a_process_lacks(tmp_path: Path, code: str, printed: str) -> None:
+    """A ring of 24 MiB works unregistered under a limit of 8 MiB, and the kernel's error number is kept.
+
+    With too few descriptors for io_uring, I/O runs in threads, and stays there when descriptors are free again.
+    """
+    assert run_python(code, tmp_path) == printed
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -253,8 +253,7 @@ def test_what_is_written_is_read(file: StateFile, faults: dict[str, int]) -> Non
     target, read = buffer()
     assert queue.wait(queue.read(file, offset=BLOCK, address=target.address, nbytes=NUM_BYTES)) is None
     np.testing.assert_array_equal(read, written)
-    content = Path(file.path).read_bytes()
-    assert content == bytes(BLOCK) + written.tobytes() + bytes(BLOCK)
+    assert Path(file.path).read_bytes() == bytes(BLOCK) + written.tobytes() + bytes(BLOCK)
     counters = queue.counters()
     assert counters.read_bytes >= NUM_BYTES and counters.written_bytes >= NUM_BYTES
     assert faults or (counters.read_bytes, counters.read_calls) == (NUM_BYTES, 4)
@@ -276,8 +275,7 @@ def test_a_failing_transfer(file: StateFile, start: str, faults: dict[str, int],
     end = NUM_BYTES + 2 * BLOCK
     offset, nbytes = (0, NUM_BYTES) if faults else (end - BLOCK, 2 * BLOCK)
     failure = queue.wait(begin(file, offset=offset, address=memory.address, nbytes=nbytes))
-    assert isinstance(failure, Failure)
-    assert (failure.kind, failure.errno, failure.path) == (kind, number, file.path)
+    assert isinstance(failure, Failure) and (failure.kind, failure.errno, failure.path) == (kind, number, file.path)
     assert f"offset {failure.offset}" in failure.message and file.path in failure.message
     assert "tasklet" not in failure.message
     assert os.strerror(number) in failure.message if faults else failure.offset == end

@@ -41,8 +41,7 @@ class Simulation:
         for action, tasklet, buffer in actions:
             assert self.holders.setdefault(buffer, tasklet) == tasklet, "a buffer holds one tasklet at a time"
             place = (buffer, action == "deliver")  # a delivery may run beside a write
-            assert place not in self.in_flight
-            assert 0 <= buffer < self.num_buffers
+            assert place not in self.in_flight and 0 <= buffer < self.num_buffers
             assert (buffer >= self.num_ring) == (tasklet in self.resident)
             assert action not in ("write", "deliver") or self.schedule.parameters_out(tasklet)
             self.in_flight[place] = (action, tasklet)
@@ -109,8 +108,7 @@ def test_any_batch(
     for kind in (True, False):
         begun = list(dict.fromkeys(of for _, of in simulation.started if ways[of][0] == kind))
         assert begun == sorted(begun)
-    assert simulation.in_flight == {}
-    assert simulation.schedule.complete() == [True] * len(ways)
+    assert (simulation.in_flight, simulation.schedule.complete()) == ({}, [True] * len(ways))
 
 
 @given(num_tasklets=sizes, num_buffers=buffers, data=st.data())
@@ -160,8 +158,7 @@ def test_a_failure_lets_the_others_finish(num_tasklets: int, num_buffers: int, d
     assert [index for index, complete in enumerate(simulation.schedule.complete()) if complete] == sorted(
         (written & set(delivered)) - simulation.failed
     )
-    assert simulation.start() == []
-    assert simulation.schedule.finished
+    assert simulation.start() == [] and simulation.schedule.finished
 
 
 @given(num_tasklets=st.integers(3, 12), data=st.data())

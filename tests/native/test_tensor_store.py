@@ -80,24 +80,21 @@ class Setup:
             file.seek(extent.offset + offset)
             file.write(content)
 
-    def on_storage(self, extent: TensorExtent) -> bytes:
-        with Path(extent.path).open("rb") as file:
-            file.seek(extent.offset)
-            return file.read(extent.nbytes)
-
 
 @pytest.fixture
-def setup(tmp_path: Path) -> Iterator[Setup]:
-    setup = Setup(tmp_path)
+def setup(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Setup]:
+    """The store of a test, with the settings by which the test is parametrized."""
+    setup = Setup(tmp_path, **getattr(request, "param", {}))
     yield setup
     setup.store.close()
 
 
-@pytest.mark.parametrize("in_flight_bytes", [64 << 20, BLOCK], ids=["usual", "less than the tensor"])
+@pytest.mark.parametrize(
+    "setup", [{}, {"in_flight_bytes": BLOCK}], ids=["usual", "less than the tensor"], indirect=True
+)
 @pytest.mark.parametrize("faults", [{}, {"max_delay_us": 300, "short_transfer_every": 2, "seed": 5}], ids=["", "short"])
-def test_what_is_written_is_read(tmp_path: Path, faults: dict[str, int], in_flight_bytes: int) -> None:
+def test_what_is_written_is_read(setup: Setup, faults: dict[str, int]) -> None:
     """A tensor of several parts comes back whole, and parts of it by their offset."""
-    setup = Setup(tmp_path, in_flight_bytes=in_flight_bytes)
     inject(setup.store, **faults)
     extent, values = setup.written(2 * PART + 3 * BLOCK, seed=1)
     np.testing.assert_array_equal(setup.found(extent), values)
@@ -105,7 +102,6 @@ def test_what_is_written_is_read(tmp_path: Path, faults: dict[str, int], in_flig
     assert setup.store.wait(setup.read(extent, memory, offset=PART - BLOCK)) is None
     np.testing.assert_array_equal(part, values[PART - BLOCK : PART + BLOCK])
     assert extent.generation == 1
-    setup.store.close()
 
 
 def test_what_was_never_written_is_zero(setup: Setup) -> None:
@@ -113,8 +109,7 @@ def test_what_was_never_written_is_zero(setup: Setup) -> None:
     setup.written(3 * BLOCK, seed=1)
     gc.collect()
     assert setup.store.taken_bytes == 0
-    extent = setup.store.allocate(3 * BLOCK)
-    np.testing.assert_array_equal(setup.found(extent), np.zeros(3 * BLOCK, np.uint8))
+    np.testing.assert_array_equal(setup.found(setup.store.allocate(3 * BLOCK)), np.zeros(3 * BLOCK, np.uint8))
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "the content of another block", "its old content"])
@@ -140,13 +135,12 @@ def test_a_block_that_changed(setup: Setup, block: int, damage: str) -> None:
     np.testing.assert_array_equal(part, values[other : other + BLOCK])
 
 
-@pytest.mark.parametrize("verifies", [True, False])
-def test_blocks_of_a_write_that_failed_are_not_read(tmp_path: Path, verifies: bool) -> None:
+@pytest.mark.parametrize(("setup", "verifies"), [({}, True), ({"verifies": False}, False)], indirect=["setup"])
+def test_blocks_of_a_write_that_failed_are_not_read(setup: Setup, verifies: bool) -> None:
     """After a failed write its blocks cannot be read until they are written again.
 
     Without checksums, what storage changed is handed out.
     """
-    setup = Setup(tmp_path, verifies=verifies)
     extent, _ = setup.written(2 * BLOCK, seed=1)
     memory, values = setup.content(2 * BLOCK, seed=2)
     inject(setup.store, fail_write_at=0, errno=errno.ENOSPC)
@@ -159,7 +153,6 @@ def test_blocks_of_a_write_that_failed_are_not_read(tmp_path: Path, verifies: bo
         values[5] ^= 1
         setup.change(extent, 5, bytes([values[5]]))
     np.testing.assert_array_equal(setup.found(extent), values)
-    setup.store.close()
 
 
 def test_requests_on_the_same_blocks_keep_their_order(setup: Setup) -> None:
@@ -173,7 +166,7 @@ def test_requests_on_the_same_blocks_keep_their_order(setup: Setup) -> None:
     beside, seen_beside = setup.content(BLOCK)
     assert setup.store.wait(setup.read(extent, beside, offset=BLOCK)) is None
     assert hold.count == 1 and not any(setup.store.done(ticket) for ticket in tickets)
-    assert setup.on_storage(extent) == old.tobytes()
+    assert Path(extent.path).read_bytes()[extent.offset :][: extent.nbytes] == old.tobytes()
     hold.release()
     assert [setup.store.wait(ticket) for ticket in tickets] == [None] * 3
     np.testing.assert_array_equal(seen_before, old[:BLOCK])
@@ -181,9 +174,12 @@ def test_requests_on_the_same_blocks_keep_their_order(setup: Setup) -> None:
     np.testing.assert_array_equal(seen_beside, old[BLOCK:])
 
 
-def test_a_write_that_has_not_started_can_be_cancelled(tmp_path: Path) -> None:
+one_block_in_flight = pytest.mark.parametrize("setup", [{"in_flight_bytes": BLOCK}], indirect=True)
+
+
+@one_block_in_flight
+def test_a_write_that_has_not_started_can_be_cancelled(setup: Setup) -> None:
     """A cancelled write leaves the storage as it was, and what waits for it goes on; one that has started goes on."""
-    setup = Setup(tmp_path, in_flight_bytes=BLOCK)
     extent, old = setup.written(BLOCK, seed=1)
     other = setup.store.allocate(BLOCK)
     hold = Hold(setup.store, write_at=0)
@@ -200,12 +196,11 @@ def test_a_write_that_has_not_started_can_be_cancelled(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, old)
     with pytest.raises(ValueError, match="no ticket"):
         setup.store.cancel(reading + 1)
-    setup.store.close()
 
 
-def test_a_write_that_was_cut_short_is_not_cancelled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setup", [{"in_flight_bytes": 2 * BLOCK}], indirect=True)
+def test_a_write_that_was_cut_short_is_not_cancelled(setup: Setup) -> None:
     """A write that waits for its second attempt has changed the storage, so it goes on to its end."""
-    setup = Setup(tmp_path, in_flight_bytes=2 * BLOCK)
     extent, _ = setup.written(2 * BLOCK, seed=1)
     inject(setup.store, short_transfer_every=1)
     first, second = Hold(setup.store, write_at=0), Hold(setup.store, write_at=1)
@@ -218,12 +213,11 @@ def test_a_write_that_was_cut_short_is_not_cancelled(tmp_path: Path) -> None:
     second.release()
     assert [setup.store.wait(ticket) for ticket in (cut_short, other)] == [None, None]
     np.testing.assert_array_equal(setup.found(extent), values)
-    setup.store.close()
 
 
-def test_urgent_requests_go_first(tmp_path: Path) -> None:
+@one_block_in_flight
+def test_urgent_requests_go_first(setup: Setup) -> None:
     """Requests start in the order of their classes, and the scheduler tells who waited for whom."""
-    setup = Setup(tmp_path, in_flight_bytes=BLOCK)
     extents = [setup.store.allocate(BLOCK) for _ in range(4)]
     memory, _ = setup.content(BLOCK, seed=1)
     hold = Hold(setup.store, write_at=0)
@@ -244,9 +238,9 @@ def test_urgent_requests_go_first(tmp_path: Path) -> None:
     }
 
 
-def test_a_request_that_is_waited_for_becomes_urgent(tmp_path: Path) -> None:
+@one_block_in_flight
+def test_a_request_that_is_waited_for_becomes_urgent(setup: Setup) -> None:
     """A wait moves a request in front of others, also if Ctrl-C ends the wait."""
-    setup = Setup(tmp_path, in_flight_bytes=BLOCK)
     extents = [setup.store.allocate(BLOCK) for _ in range(3)]
     memory, values = setup.content(BLOCK, seed=1)
     hold = Hold(setup.store, write_at=0)
@@ -261,8 +255,7 @@ def test_a_request_that_is_waited_for_becomes_urgent(tmp_path: Path) -> None:
     setup.store.close()
     assert values.tobytes() in Path(path).read_bytes()
     waits = {(who, whom) for who, whom, *_ in setup.scheduler.waits()}
-    assert {("awaited", "state"), ("write_behind", "awaited")} <= waits
-    assert ("awaited", "write_behind") not in waits
+    assert {("awaited", "state"), ("write_behind", "awaited")} <= waits and ("awaited", "write_behind") not in waits
 
 
 def test_places_are_one_again_when_they_are_free(setup: Setup) -> None:
@@ -366,8 +359,7 @@ def test_memory_in_use_is_never_lent_again() -> None:
         lent = np.frombuffer(pool.take(nbytes - 1).memoryview(), np.uint8)
         lent[:] = number % 256
         held.append((lent, number % 256))
-        assert lent.ctypes.data % BLOCK == 0
-        assert pool.lent_bytes == sum(values.nbytes for values, _ in held)
+        assert (lent.ctypes.data % BLOCK, pool.lent_bytes) == (0, sum(values.nbytes for values, _ in held))
         assert pool.lent_bytes <= pool.nbytes <= pool.limit
     held.clear()
     del lent
@@ -383,8 +375,8 @@ def test_a_slow_file_beside_a_fast_one(setup: Setup) -> None:
     """A read beside which many short ones have ended, with pauses between them, counts no time twice."""
     extents, rate = [setup.written(nbytes, seed=1)[0] for nbytes in (PART, BLOCK)], 5e6
     for extent, bytes_per_second in zip(extents, (rate, 2e6), strict=True):
-        file = setup.files[setup.paths.index(Path(extent.path))]
-        Throttle(setup.store, [file]).bytes_per_second = bytes_per_second
+        of_extent = setup.paths.index(Path(extent.path))
+        Throttle(setup.store, [setup.files[of_extent]]).bytes_per_second = bytes_per_second
     (slow, _), (fast, _) = setup.content(PART), setup.content(BLOCK)
     began, num_ended = time.perf_counter(), 0
     ticket = setup.read(extents[0], slow)
@@ -430,8 +422,7 @@ def test_everything_else_goes_on_while_a_file_grows(setup: Setup) -> None:
     hold.release()
     join(*growing)
     assert setup.store.taken_bytes == 2 * BLOCK + 3 * 3 * STEP and setup.store.file_bytes == lengths(setup)
-    spans = sorted((extent.path, extent.offset) for extent in grown)
-    assert len(set(spans)) == 3
+    assert len({(extent.path, extent.offset) for extent in grown}) == 3
 
 
 def test_an_extent_is_freed_while_the_disk_does_not_answer(setup: Setup) -> None:

@@ -1,0 +1,137 @@
+"""What is built of the native sources: its symbols, and its behaviour in special builds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.fresh_python import fresh_python
+from tests.helpers.native_testing import crc32c_widths, supported_instruction_sets
+from tests.helpers.waiting import BUILD_TEST_LIMIT
+from tests.native.builds import ROOT, built_once, run
+from tests.xrt.builds import locked
+
+
+@pytest.mark.parametrize(
+    ("source", "kinds", "name"),
+    [
+        *(
+            (f"kernels_{choice.name.lower()}", "DR", r"smart_infinity::k\w+Kernels")
+            for choice in supported_instruction_sets()
+        ),
+        *((f"crc32c_{width}", "T", f"smart_infinity::extend_crc32c_{width}") for width in crc32c_widths()[1:]),
+    ],
+)
+def test_only_one_symbol_is_visible(source: str, kinds: str, name: str) -> None:
+    """Only the table of kernels or the checksum is visible, so the linker cannot choose code that a CPU cannot run."""
+    objects = (ROOT / "build").glob(f"cp*/CMakeFiles/*/**/{source}.cpp.o")  # the package was linked from the newest
+    symbols = run("nm", "-C", "-g", max(objects, key=lambda path: path.stat().st_mtime)).stdout.splitlines()
+    [[kind, symbol]] = [line[17:].split(maxsplit=1) for line in symbols]
+    assert kind in kinds and re.fullmatch(name, symbol.partition("(")[0])
+
+
+# ---- the native core under the compilers' sanitizers in random scenarios (stress*.cpp)
+
+
+PROGRAMS = ("stress", "stress_card", "stress_formats", "stress_gradients", "stress_queue", "stress_watch")
+NUM_SEEDS = "200"
+
+
+def built(sanitizers: str) -> Path:
+    """Return the folder of the programs, in which only what changed is compiled again."""
+    folder = ROOT / "build" / f"stress_{sanitizers.replace(',', '_')}"
+    # A unity build is faster, since nearly all of the time goes into headers.
+    options = ["CMAKE_BUILD_TYPE=Debug", "CMAKE_UNITY_BUILD=ON", f"SMART_INFINITY_SANITIZE={sanitizers}"]
+    switches = ["SMART_INFINITY_BUILD_STRESS=ON", "SMART_INFINITY_BUILD_MODULE=OFF"]
+    with locked(folder):
+        run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *(f"-D{option}" for option in options + switches))
+        run("cmake", "--build", folder, "--target", *PROGRAMS, "--parallel", "4")
+    return folder
+
+
+@pytest.mark.timeout(BUILD_TEST_LIMIT)
+@pytest.mark.long
+@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
+def test_stress(tmp_path: Path, sanitizers: str) -> None:
+    """There is no bad access, leak, undefined behaviour or race, and every bit equals that of a plain loop."""
+    build = built(sanitizers)
+    for program in PROGRAMS:
+        command = (build / program, tmp_path, "0", NUM_SEEDS, build / "libfake_cuda.so")
+        completed = run(*command, expect_success=False)
+        if "unexpected memory mapping" in completed.stderr:
+            # Older thread sanitizers know fewer address-space layouts than kernels use.
+            completed = run("setarch", "-R", *command, expect_success=False)
+        told = f"{program}\n{completed.stdout}\n{completed.stderr}"
+        assert (completed.returncode, completed.stdout) == (0, f"{NUM_SEEDS} scenarios\n"), told
+
+
+# ---- memory that goes back to a system with pages of 16 or 64 KiB takes nothing with it that is lent or taken
+
+
+# Both give memory back in whole pages: what is beside it stays, and what is alone in its pages takes up no memory.
+LEASES = """
+import gc, random
+import numpy as np
+from lightning_smartinfinity import native
+
+def view(lease):
+    return np.frombuffer(lease.memoryview(), np.uint8)
+
+pool, choose, held = native.MemoryPool(), random.Random(1), []
+pool.limit = 1 << 20
+for number in range(600):
+    if held and choose.random() < 0.5:
+        lease, expected = held.pop(choose.randrange(len(held)))
+        assert (view(lease) == expected).all(), f"lease {number} lost its bytes"
+        del lease
+    held.append((pool.take(choose.randint(1, 40) * 4096), number % 255 + 1))
+    view(held[-1][0])[:] = held[-1][1]
+for lease, expected in held:
+    assert (view(lease) == expected).all()
+del lease
+held = [held[0]]
+gc.collect()
+pool.limit = 0
+assert pool.nbytes - pool.lent_bytes < 2 * PAGE, "idle memory stays"
+del held
+gc.collect()
+assert pool.nbytes == 0
+"""
+GRADIENTS = """
+import random
+import numpy as np
+from lightning_smartinfinity import native
+
+BLOCKS, BLOCK = 201, 4096
+memory, choose, taken = native.GradientMemory(BLOCKS * BLOCK, granule=BLOCK), random.Random(1), {}
+values = np.frombuffer(memory.memoryview(), np.uint8).reshape(BLOCKS, BLOCK)
+for number in range(3000):
+    block = choose.randrange(BLOCKS)
+    if block in taken:
+        assert (values[block] == taken.pop(block)).all(), f"block {block} lost its bytes"
+        memory.drop(block * BLOCK, BLOCK)
+    else:
+        memory.take(block * BLOCK, BLOCK)
+        values[block] = taken[block] = number % 255 + 1
+assert all((values[block] == expected).all() for block, expected in taken.items())
+for block in taken:
+    memory.drop(block * BLOCK, BLOCK)
+assert not values.any(), "what is dropped takes up memory"
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "page_bytes"), [(LEASES, 64 << 10), (GRADIENTS, 16 << 10)], ids=["leases", "gradients"]
+)
+def test_what_lies_in_the_same_page_stays(code: str, page_bytes: int, tmp_path: Path) -> None:
+    """Every lease and every block keeps its bytes while the memory beside it goes back to the system."""
+    library = built_once("liblargepages.so", Path(__file__).with_name("large_pages.cpp"))
+    fresh_python(
+        f"PAGE = {page_bytes}\n{code}",
+        cwd=tmp_path,
+        autoload=False,
+        LD_PRELOAD=str(library),
+        EMULATED_PAGE_BYTES=str(page_bytes),
+    )
