@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -252,11 +253,11 @@ def interrupted(storage: list[Path], root: Path) -> list[float]:
     return module.losses
 
 
-def resumed(storage: list[Path], root: Path) -> list[float]:
+def resumed(storage: list[Path], root: Path, start: str = "storage", job: str = "default") -> list[float]:
     """Resume from storage; return the losses."""
-    module, strategy = LitTiny(Recipe()), SmartInfinityStrategy(storage)
+    module, strategy = LitTiny(Recipe()), SmartInfinityStrategy(storage, transfer={"job": job})
     trainer = quiet_trainer(root, strategy)
-    trainer.fit(module, ckpt_path="storage")
+    trainer.fit(module, ckpt_path=start)
     trainer.save_checkpoint(root / "saved.ckpt")
     strategy.close()
     return module.losses
@@ -292,21 +293,39 @@ def exchange(one: Path, other: Path, aside: Path) -> None:
     aside.rename(other)
 
 
-@pytest.mark.parametrize("how", ["absent", "swapped", "moved", "copied", "in another order"])
+def files_of(storage: list[Path], job: str) -> dict[str, bytes]:
+    """Return the content of a job's files but the locks, by storage folder and name."""
+    found = [(folder, path) for folder in storage for path in (folder / job).glob("*/*") if path.name != "lock"]
+    return {f"{folder.name}/{path.name}": path.read_bytes() for folder, path in found}
+
+
+HOW = ["absent", "swapped", "moved", "copied", "in another order", "another training's", "replaced by a new drive"]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_folders_that_are_elsewhere(how: str, tmp_path: Path, losses: list[float], attack: Attack) -> None:
-    """A resume goes on to the same bits, or names what is missing; put back, it goes on to the same bits."""
+    """A resume goes on to the same bits, or names what is missing. Put back, it goes on to the same bits.
+
+    A new fit in between deletes nothing.
+    """
     attack(
         f"storage folders of an interrupted training are {how}", tries=1, outcome="refused by name, or the same bits"
     )
-    storage = [tmp_path / "a", tmp_path / "b"]
+    storage, away, other = [tmp_path / "a", tmp_path / "b"], tmp_path / "unmounted", tmp_path / "other"
     before, now = interrupted(storage, tmp_path / "run"), storage
-    if how == "absent":
-        storage[1].rename(tmp_path / "unmounted")
+    if how == "another training's":
+        interrupted([other], tmp_path / "other run")
+    if how in ("absent", "another training's", "replaced by a new drive"):
+        storage[1].rename(away)
+    if how == "another training's":
+        other.rename(storage[1])
+    elif how == "replaced by a new drive":
+        interrupted(storage[1:], tmp_path / "other run")
     elif how == "swapped":
         exchange(*storage, tmp_path / "aside")
     elif how == "in another order":
         now = storage[::-1]
-    else:
+    elif how in ("moved", "copied"):
         now = [tmp_path / "new a", tmp_path / "new b"]
         for old, new in zip(storage, now, strict=True):
             shutil.copytree(old, new)
@@ -315,11 +334,17 @@ def test_folders_that_are_elsewhere(how: str, tmp_path: Path, losses: list[float
     try:
         after = resumed(now, tmp_path / "run")
     except SmartInfinityError as error:
-        assert how in ("absent", "swapped", "in another order") and str(storage[1]) in str(error)
-        if how == "absent":
-            (tmp_path / "unmounted").rename(storage[1])
-        elif how == "swapped":
+        assert how not in ("moved", "copied") and str(storage[1]) in str(error)
+        with pytest.raises(SmartInfinityError, match=re.escape(str(storage[1]))):
+            resumed(now, tmp_path / "run", "storage-or-new")
+        left = files_of(now, "default")
+        interrupted(now, tmp_path / "new run")
+        assert files_of(now, "default.aside") == left
+        if how == "swapped":
             exchange(*storage, tmp_path / "aside")
-        after = resumed(storage, tmp_path / "run")
+        elif away.exists():
+            storage[1].rename(other)
+            away.rename(storage[1])
+        after = resumed(storage, tmp_path / "run", job="default.aside")
     assert before + after == losses
     assert how != "copied" or before + resumed(storage, tmp_path / "run") == losses

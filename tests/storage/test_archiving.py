@@ -79,8 +79,7 @@ def carry_out(plan: Plan, *, ranks: int = 1, stages: Sequence[Stage] = STAGES, m
 
 def plan_for(folders: Sequence[Path], *, ranks: int = 1) -> Plan:
     """Return the plan by which a training of so many ranks in these folders has its way."""
-    seen = [find_parts(folders, [JOB, ARCHIVE])] * ranks
-    return plan_archiving(seen, job=JOB, folders=[folders] * ranks)
+    return plan_archiving([find_parts(folders, [JOB, ARCHIVE])] * ranks, job=JOB, folders=[folders] * ranks)
 
 
 def archive(folders: Sequence[Path], *, ranks: int = 1) -> Plan:
@@ -128,16 +127,6 @@ def twice(tmp_path: Path) -> list[Path]:
     return [tmp_path]
 
 
-def test_again_and_again(tmp_path: Path) -> None:
-    """A script that fails again and again leaves its last two trainings, and the plan says what was replaced."""
-    plans = []
-    for step in (100, 2, 3):
-        plans.append(archive([tmp_path]))
-        leave([tmp_path], step=step)
-    assert steps_in([tmp_path], JOB) == whole(3) and steps_in([tmp_path]) == whole(2)
-    assert [(plan.step, plan.replaced) for plan in plans] == [(0, None), (100, None), (2, 100)]
-
-
 def test_a_training_without_a_step(tmp_path: Path) -> None:
     """A training that was interrupted before its first step is not moved, and one that was archived before stays."""
     leave([tmp_path], step=7)
@@ -156,24 +145,40 @@ def test_other_numbers_of_ranks_and_folders(before: int, now: int, used: list[in
 
     What lies in folders that the new training does not use moves, too.
     """
+    plans = [archive(folders)]
     leave(folders, step=7, ranks=4)
-    archive(folders, ranks=now)
-    leave(folders, step=8, ranks=before)
-    assert archive([folders[number] for number in used], ranks=now).replaced == 7
-    assert steps_in(folders, JOB) == {} and steps_in(folders) == whole(8, ranks=before, folders=2)
+    plans.append(archive(folders, ranks=now))
+    leave(folders, step=3, ranks=before)
+    plans.append(archive([folders[number] for number in used], ranks=now))
+    assert [(plan.step, plan.replaced) for plan in plans] == [(0, None), (7, None), (3, 7)]
+    assert steps_in(folders, JOB) == {} and steps_in(folders) == whole(3, ranks=before, folders=2)
     assert [list(folder.iterdir()) for folder in folders] == [[folder / ARCHIVE] for folder in folders]
 
 
+@pytest.mark.parametrize("other", [None, "elsewhere", "there"])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_folder_that_cannot_be_reached(lost: int, folders: list[Path]) -> None:
-    """What is here is archived, and a new training goes on. When the folder is back, the archived one resumes."""
+def test_a_folder_that_cannot_be_reached(lost: int, other: str | None, folders: list[Path]) -> None:
+    """What is here is archived, and a new training goes on. When the folder is back, the archived one resumes.
+
+    So it is if another drive is mounted there, with a training made elsewhere, or made since on that drive alone.
+    """
     leave(folders, step=7)
     before = files_of(folders, JOB)
-    folders[lost].rename(folders[lost].with_name("unmounted"))
-    plan = archive([folders[1 - lost]])
-    assert plan.lost_storage == (repr(str(folders[lost])),) and not plan.is_damaged
-    create([folders[1 - lost]], world_size=1).close(remove=False)
-    folders[lost].with_name("unmounted").rename(folders[lost])
+    away, place = folders[lost].with_name("unmounted"), folders[lost]
+    place.rename(away)
+    if other is not None:
+        made = place if other == "there" else place.with_name("other")
+        leave([made], step=3)
+        made.rename(place)
+    now = folders if other else [folders[1 - lost]]
+    strangers = files_of([place], JOB)
+    plan = archive(now)
+    assert plan.lost_storage == (repr(str(place)),) and not (plan.is_damaged or plan.deleted)
+    assert plan.moved[0][1].storage == folders[1 - lost] and files_of([place], ARCHIVE) == strangers
+    create(now, world_size=1).close(remove=False)
+    if other is not None:
+        place.rename(place.with_name("other"))
+    away.rename(place)
     put_together(folders, job=ARCHIVE)
     assert steps_in(folders) == whole(7, folders=2) and files_of(folders, ARCHIVE) == before
 
@@ -320,8 +325,8 @@ def test_something_of_others_lies_where_it_would_be_moved(tmp_path: Path) -> Non
     """It is not touched, and nothing is moved."""
     leave([tmp_path], step=7)
     other = tmp_path / ARCHIVE / "rank-00000/mine.txt"
-    other.parent.mkdir(parents=True, mode=0o700)
-    other.parent.parent.chmod(0o700)
+    for folder in (other.parents[1], other.parent):
+        folder.mkdir(mode=0o700)
     other.write_text("mine")
     refusal([tmp_path], r"aside/rank-00000' is in the way")
     assert other.read_text() == "mine"

@@ -35,7 +35,7 @@ class Plan:
 
     Args:
         job: The job that parts are moved to.
-        moved: Parts to move.
+        moved: Parts to move, those of trainings that lack a part first.
         deleted: Parts to delete first, which are replaced or useless.
         left: Parts that stay, in addition to those of the new training.
         archives: Whether parts are archived. If not, a training that resumes puts its parts together.
@@ -117,6 +117,7 @@ def plan_archiving(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequenc
     left = tuple((movers[part], part) for part in movers if part in rest and part not in useless)
     if not moved:
         return Plan(job=archive, deleted=unused, left=left)
+    moved.sort(key=lambda training: training.condition is not Condition.TORN)
     deleted, replaced = _replaced(movers, archive, whole)
     is_damaged = all(training.condition is Condition.DAMAGED for training in moved)
     if replaced is not None and not any(training.condition is Condition.RESUMABLE for training in moved):

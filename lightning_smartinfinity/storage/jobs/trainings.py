@@ -84,6 +84,20 @@ class Training:
         present = {str(part.storage) for part in self.parts}
         return {**{rank: folders for rank, folders in as_now.items() if present.isdisjoint(folders)}, **found}
 
+    def belongs_to(self, now: Sequence[Sequence[Path]]) -> bool:
+        """Return whether a resume in these storage folders, given for each rank, may continue it.
+
+        If not, it is a training of other folders, and its drive is mounted in the place of one of these: no manifest of
+        it names any of them, and no part is in the folder that its rank and device have now.
+        """
+        named = {folder for part in self.parts for folder in part.folders}
+        places = {(rank, device, path) for rank, folders in enumerate(now) for device, path in enumerate(folders)}
+        return (
+            not named
+            or not named.isdisjoint(str(path) for _, _, path in places)
+            or any((part.rank, part.device, part.storage) in places for part in self.parts)
+        )
+
     @property
     def step(self) -> int:
         """Step after which it was interrupted; 0 before the first step, or if unknown."""
@@ -166,14 +180,24 @@ def _missing(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
 
 
 def _is_gone(rank: int, device: int, parts: Sequence[Part], around: Collection[Part]) -> bool:
-    """Return whether a missing part's folder holds something else now.
+    """Return whether a missing part was certainly replaced or removed, so that the rest can never be resumed.
+
+    Another training's store at its path is no proof, because another drive may be mounted there. It is one if a further
+    part in the same storage folder shows that the drive is the right one. A first folder without a manifest is a proof,
+    too: a kill has interrupted a removal, which deletes manifests first.
 
     It is False for a training on several machines: the part's machine is unknown, and all may have the same paths.
     """
     storage, machine, jobs = Path(parts[0].folders[device]), parts[0].machine, {part.job for part in parts}
-    return parts[0].num_machines == 1 and any(
-        (part.rank, part.machine, part.storage) == (rank, machine, storage) and part.job in jobs for part in around
-    )
+    at_its_path = [
+        part
+        for part in around
+        if (part.rank, part.machine, part.storage) == (rank, machine, storage) and part.job in jobs
+    ]
+    is_same_drive = any(part.storage == storage for part in parts)
+    is_replaced = is_same_drive and any(str(storage) in part.folders for part in at_its_path)
+    is_removed = device == 0 and any(part.store is None for part in at_its_path)
+    return parts[0].num_machines == 1 and (is_replaced or is_removed)
 
 
 def movers_of(seen: Sequence[Sequence[Part]]) -> dict[Part, int]:

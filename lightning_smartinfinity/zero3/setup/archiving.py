@@ -73,11 +73,14 @@ def _told(plan: Plan) -> str:
     removal = f"to remove it, run: smart-infinity jobs {' '.join(map(str, plan.storage))} --remove {job}"
     if plan.lost_storage:
         lost = ", ".join(plan.lost_storage)
+        ours = (None, plan.moved[0][1].store)
+        others = {part.store: repr(str(part.path)) for _, part in plan.moved[::-1] if part.store not in ours}
+        also = f". It removes the training in {', '.join(others.values())}, too, which was also moved" if others else ""
         return (
             f"{path!r} holds a part of an interrupted training, whose part in {lost} cannot be found. Nothing was "
             f"deleted: what is here was moved to the job {job!r}. To resume it, mount {lost}, and train with "
             f"{user_calls().from_storage} and transfer={{'job': {job!r}}}. The next one that is moved replaces it; "
-            f"{removal}"
+            f"{removal}{also}"
         )
     if plan.is_damaged:
         return (

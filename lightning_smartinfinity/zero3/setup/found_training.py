@@ -49,7 +49,7 @@ def find_interrupted(settings: StrategySettings, group: ProcessGroup | None) -> 
     """Return the training that ``ckpt_path="storage"`` would resume, None if there is none. Collective.
 
     A training that cannot be resumed, because it is damaged or a drive is missing, is returned, too: resuming it raises
-    the reason.
+    the reason. A training of other storage folders, whose drive is mounted in the place of one of these, is not.
 
     Args:
         settings: Folders and transfer settings, the same on all ranks.
@@ -59,10 +59,13 @@ def find_interrupted(settings: StrategySettings, group: ProcessGroup | None) -> 
         StorageError: A folder or file cannot be read; raised on every rank.
     """
     job, archive = settings.transfer.job, f"{settings.transfer.job}{ARCHIVE}"
-    movers = movers_of(seen_parts(OffloadSettings(**vars(settings)), [job, archive], group))
+    offload = OffloadSettings(**vars(settings))
+    movers = movers_of(seen_parts(offload, [job, archive], group))
     found = [one for one in trainings_in(movers, job, archive) if one.condition is not Condition.NO_STEP]
     # A kill while the training was moving to another number of ranks: resuming moves it back first.
     found += [one for one in trainings_in(movers, archive, job) if any(part.successor for part in one.parts)]
+    folders = gather([folder.absolute() for folder in offload.storage], group)
+    found = [one for one in found if one.belongs_to(folders)]
     if not found:
         return None
     steps = [_step_of(training) for training in found]
