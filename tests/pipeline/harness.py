@@ -97,7 +97,11 @@ class Run:
             **case.defaults,
         )
         self.arena = self.make_arena()
-        self.compressed = self._compressed()
+        self.compressed = None
+        if case.compression is not None:
+            self.compressed = CompressedGradients(
+                self.layout, case.compression, gradients=self.arena.buffer, num_threads=case.compute_threads
+            )
         self.folders = [folder / f"disk{index}" for index in range(case.num_devices)]
         self.device = (device or _host_device)(self)
         rule = rule_for(self.optimizer)
@@ -132,8 +136,7 @@ class Run:
 
     def initialize(self) -> None:
         """Write the first state, or start over from the parameters in memory."""
-        values = self.case.rule.first_values(self.optimizer.defaults)
-        self.handler.initialize(self.outputs(), first_values=values)
+        self.handler.initialize(self.outputs(), first_values=self.case.rule.first_values(self.optimizer.defaults))
 
     def slice(self, parameter: int) -> torch.Tensor:
         """Return this parameter's part of the partition, without padding."""
@@ -141,15 +144,13 @@ class Run:
         begin = where.offset - self.layout.sub_groups[where.sub_group].offset
         return self.partition[where.sub_group][begin : begin + where.real_numel]
 
+    def set_partition(self, values: Sequence[torch.Tensor]) -> None:
+        """Replace the parameters of each sub-group."""
+        for tensor, value in zip(self.partition, values, strict=True):
+            tensor.copy_(value)
+
     def make_arena(self) -> GradientArena:
         return GradientArena(self.layout, dtype=self.case.gradient_dtype)
-
-    def _compressed(self) -> CompressedGradients | None:
-        if self.case.compression is None:
-            return None
-        return CompressedGradients(
-            self.layout, self.case.compression, gradients=self.arena.buffer, num_threads=self.case.compute_threads
-        )
 
     def send(self, parameter: int, gradient: torch.Tensor) -> None:
         """Add a gradient to the arena."""
@@ -236,6 +237,13 @@ def running(
         run.close()
 
 
+@contextmanager
+def failing_elsewhere(error: BaseException) -> Iterator[None]:
+    """Fail on another rank, or where the ranks agree, after this one has committed."""
+    yield
+    raise error
+
+
 def _host_device(run: Run) -> StorageDevice:
     return HostDevice(num_buffers=run.case.num_buffers, compute_threads=run.case.compute_threads)
 
@@ -273,8 +281,7 @@ def gradient_of(case: Case, parameter: int, step: int) -> torch.Tensor | None:
     if (parameter + step) % 3 == 0 and not case.all_active:
         return None
     numel, padding = case.shapes[parameter][:2]
-    values = np.random.default_rng((step, parameter)).standard_normal(numel - padding, np.float32)
-    return torch.from_numpy(values)
+    return torch.from_numpy(np.random.default_rng((step, parameter)).standard_normal(numel - padding, np.float32))
 
 
 def everything(plan: StepPlan) -> StepPlan:

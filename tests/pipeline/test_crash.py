@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,31 @@ import torch
 from lightning_smartinfinity.errors import StorageCorruptError
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
+from tests.helpers.native_testing import inject
 from tests.helpers.waiting import LIMIT
-from tests.pipeline.crash_worker import NUM_STEPS, train
 from tests.pipeline.harness import Case, Run, assert_equal, running
+from tests.pipeline.wandering import wander
 
 LAST_STEP = 6
+NUM_STEPS = 1_000  # of a process that runs until it is killed
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded() -> None:
     """Let the fork server import torch once, instead of each process."""
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "tests.pipeline.crash_worker"])
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "tests.pipeline.test_crash"])
+
+
+def train(folder: Path, case: Case, seed: int, begun: Connection) -> None:
+    """Train with random delays and moving tasklets, and send the number of every step once it has begun."""
+    torch.set_num_threads(1)
+    run = Run(folder, case)
+    wander(run, seed=seed)
+    inject(run.device.pipeline, seed=seed, max_delay_us=2_000, short_transfer_every=11)
+    for number in range(NUM_STEPS):
+        run.handler.begin_step(run.collect(number))
+        begun.send(number)
+        run.handler.commit()
 
 
 def kill_while_training(folder: Path, case: Case, seed: int) -> None:
@@ -82,7 +97,7 @@ def test_killed_in_the_middle_of_a_step(tmp_path: Path, name: str, attack: Attac
         with running(folder, case, recover=True) as run:
             generation, before = run.handler.generation, stored(run)
             assert generation < NUM_STEPS
-            restore_partition(run)
+            run.set_partition([arrays[0] for arrays in run.read()])
             run.step(generation)
             found.append((generation, before, stored(run)))
     expected = generations(tmp_path / "undisturbed", case, 1 + max(generation for generation, *_ in found))
@@ -90,11 +105,6 @@ def test_killed_in_the_middle_of_a_step(tmp_path: Path, name: str, attack: Attac
         assert_equal(before, expected[generation])
         assert_equal(after, expected[generation + 1])
     assert len({generation for generation, *_ in found}) > 1
-
-
-def restore_partition(run: Run) -> None:
-    for tensor, arrays in zip(run.partition, run.read(), strict=True):
-        tensor.copy_(arrays[0])
 
 
 def test_killed_without_durability(tmp_path: Path) -> None:

@@ -104,15 +104,15 @@ def test_fp32_parameters_on_the_device_are_the_masters(
     run = start(Case(dtype=dtype, shapes=((20_480, 0, 0, 0),)))
     before = run.handler.traffic()
     run.step(1)
-    blocks = 5 * 4096
-    assert run.handler.traffic().shared_read_bytes - before.shared_read_bytes == read_bytes * 20_480 + blocks
+    moved = run.handler.traffic() - before
+    assert moved.shared_read_bytes == read_bytes * 20_480 + 5 * 4096
     plan, written = run.collect(2), torch.full_like(run.partition[0], 3.0)
-    kernel = link.fake.kernel
-    kernel(link.user_stream, *(each.view(torch.float32).numpy() for each in (run.partition[0], written)), us=30_000)
+    link.fake.kernel(
+        link.user_stream, *(each.view(torch.float32).numpy() for each in (run.partition[0], written)), us=30_000
+    )
     run.handler.begin_step(plan)
     run.handler.commit()
-    is_master = bool((run.partition[0] - 3.0).abs().max() < 0.5)
-    assert is_master == (dtype == torch.float32)
+    assert bool((run.partition[0] - 3.0).abs().max() < 0.5) == (dtype == torch.float32)
 
 
 def test_copies_and_the_users_stream_are_in_order(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
@@ -136,8 +136,7 @@ def test_copies_and_the_users_stream_are_in_order(start: Callable[[Case], CudaRu
 
 def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
     """Gradients arrive while the device is busy without a wait. The norm waits for the gradients only."""
-    layout = layout_of(Case())
-    arena = GradientArena(layout, link=link)
+    arena = GradientArena(layout_of(Case()), link=link)
     arena.buffer.fill_(math.nan)
     gradients = [torch.randn(12_000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     link.fake.delay(1, 20_000)
@@ -145,8 +144,7 @@ def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
     link.fake.clear()
     for gradient in gradients:
         arena.arrive(1, link.on_device(gradient))
-    assert not [call for call in link.fake.calls() if "Synchronize" in call]
-    assert arena.gradient(1).isnan().all()
+    assert not [call for call in link.fake.calls() if "Synchronize" in call] and arena.gradient(1).isnan().all()
     link.fake.open(gate)
     busy = link.fake.gate(link.user_stream)  # further work on the stream
     total = gradients[0] + gradients[1] + gradients[2]
@@ -179,8 +177,7 @@ def test_accumulation_on_the_device_gives_the_bits_of_the_host(
             device.arrive(parameter, values.to(dtype) if on_host else link.on_device(values.to(dtype)))
         if number == 2:
             link.use_other_stream()
-    assert device.sum_of_squares() == host.sum_of_squares()
-    assert torch.equal(device.buffer, host.buffer)
+    assert device.sum_of_squares() == host.sum_of_squares() and torch.equal(device.buffer, host.buffer)
     host.close()
     device.close()
 
@@ -338,8 +335,7 @@ def test_no_step_waits_for_the_device_as_a_whole(start: Callable[[Case], CudaRun
     run.handler.begin_step(run.collect(2))
     run.handler.roll_back()
     calls = link.fake.calls()
-    assert not set(calls) & set(SYNCHRONOUS)
-    assert calls.count("cuEventSynchronize") <= 2 + 3 * len(run.layout.tasklets)
+    assert not set(calls) & set(SYNCHRONOUS) and calls.count("cuEventSynchronize") <= 2 + 3 * len(run.layout.tasklets)
     assert calls.count("cuMemcpyHtoDAsync_v2") >= len(run.layout.tasklets)
     small = start(Case(shapes=((3, 0, 0, 0),) * 200, dtype=torch.bfloat16))
     link.fake.clear()
@@ -349,12 +345,11 @@ def test_no_step_waits_for_the_device_as_a_whole(start: Callable[[Case], CudaRun
     assert link.fake.calls().count("cuMemcpyHtoDAsync_v2") <= 2 * 67
 
 
-REFUSED_COPY = r"tasklet \d+ failed: cuMemcpyHtoDAsync_v2 .*\(2\): out of memory"
 TRAVEL_FAULTS: dict[str, tuple[Callable[[CudaRun, int], None], type[Exception], str]] = {
     "a refused copy": (
         lambda run, number: run.link.fake.fail("cuMemcpyHtoDAsync_v2", skipped=3 * number),
         CudaError,
-        REFUSED_COPY,
+        r"tasklet \d+ failed: cuMemcpyHtoDAsync_v2 .*\(2\): out of memory",
     ),
     "a read": (lambda run, number: inject(run.device.pipeline, fail_read_at=3 + number), StorageError, "tasklet"),
     "a write": (lambda run, number: inject(run.device.pipeline, fail_write_at=3 + number), StorageError, "tasklet"),
@@ -456,8 +451,7 @@ def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, fake_cud
         elif call.startswith("cuMemcpy"):
             num_copies += 1
             assert any(begin <= address and address + nbytes <= begin + size for begin, size in registered.items())
-    assert not registered
-    assert num_copies > 2 * len(run.layout.tasklets)
+    assert not registered and num_copies > 2 * len(run.layout.tasklets)
     assert seen[0] == arena and [size for _, size in seen[1:]] == [whole_blocks(slots_bytes)]
     parameters_bytes = 2 * run.layout.extents.tasklet_numel
     assert parameters_bytes <= slots_bytes / SMALL_RING.num_buffers < parameters_bytes + 4096

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from lightning_smartinfinity import TopK
-from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity import StorageError, TopK
 from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory, TensorPartition
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from tests.helpers.native_testing import inject
-from tests.pipeline.harness import Case, Run, assert_equal, bits, complete_tasklets, everything
+from tests.pipeline.harness import Case, Run, assert_equal, bits, complete_tasklets, everything, failing_elsewhere
 from tests.pipeline.wandering import wander
 
 ALL_STATE = 1 << 30
@@ -63,11 +63,7 @@ CASES = {
 }
 
 
-@contextmanager
-def failing_elsewhere() -> Iterator[None]:
-    """Fail on another rank after this one has committed."""
-    yield
-    raise StorageError("elsewhere", "")
+ELSEWHERE = partial(failing_elsewhere, StorageError("elsewhere", ""))
 
 
 def numbers(begin: int, end: int) -> NDArray[np.float32]:
@@ -86,11 +82,6 @@ def gone(window: Window) -> None:
     """Fill or visit a window in vain."""
     window.arrays[0].fill(7)
     raise KeyError("gone")
-
-
-def set_partition(run: Run, values: Sequence[torch.Tensor]) -> None:
-    for tensor, value in zip(run.partition, values, strict=True):
-        tensor.copy_(value)
 
 
 class LatePartition(TensorPartition):
@@ -225,7 +216,7 @@ class Pair:
         self.both(lambda run: run.handler.state.replace(fill, steps=steps))
         for run in (self.plain, self.run):
             groups = run.layout.sub_groups
-            set_partition(run, [torch.from_numpy(numbers(each.offset, each.offset + each.numel)) for each in groups])
+            run.set_partition([torch.from_numpy(numbers(each.offset, each.offset + each.numel)) for each in groups])
         found = self.plain.state()
         assert torch.equal(found["master"], torch.cat(self.plain.partition).float()) and found["steps"][3] == 7
 
@@ -270,22 +261,13 @@ class Pair:
         for _ in range(2):
             self.run.close(remove=False)
         self.run = LateRun(self.folder, self.case, recover=True)
-        set_partition(self.run, self.plain.partition)
+        self.run.set_partition(self.plain.partition)
         self.disturb()
 
     # ---- what fails, and changes nothing
 
-    def stop(self) -> None:
-        self.roll_back(lambda step: None)
-
-    def stop_after_a_part(self) -> None:
-        self.roll_back(lambda step: step.wait([0]))
-
-    def stop_after_all(self) -> None:
-        self.roll_back(lambda step: step.wait())
-
     def commit_in_vain(self) -> None:
-        self.roll_back(lambda step: self.run.handler.commit(together=failing_elsewhere))
+        self.roll_back(lambda step: self.run.handler.commit(together=ELSEWHERE))
 
     def fail_a_read(self) -> None:
         self.roll_back(lambda step: self.run.handler.finish(), fail_read_at=0)
@@ -332,9 +314,9 @@ class Pair:
         state, steps, name = self.run.handler.state, self.run.handler.steps + 7, self.last_moment
         ones = np.ones(12_000, np.float32)
         attempts: list[Callable[[], object]] = [
-            lambda: state.modify({1: {name: ones}}, together=failing_elsewhere),
-            lambda: state.modify_range(5, {name: ones}, together=failing_elsewhere),
-            lambda: state.replace(fill, steps=steps, together=failing_elsewhere),
+            lambda: state.modify({1: {name: ones}}, together=ELSEWHERE),
+            lambda: state.modify_range(5, {name: ones}, together=ELSEWHERE),
+            lambda: state.replace(fill, steps=steps, together=ELSEWHERE),
             lambda: state.replace(gone, steps=steps),
             lambda: state.scan(gone),
         ]
@@ -358,11 +340,11 @@ class Pair:
     def reopen_after_a_commit_in_vain(self) -> None:
         self.run.handler.begin_step(self.run.collect(self.number + 100))
         with pytest.raises(StorageError, match="elsewhere"):
-            self.run.handler.commit(together=failing_elsewhere)
+            self.run.handler.commit(together=ELSEWHERE)
         self.reopen()
 
 
-DONE = [
+DONE: list[Callable[[Pair], None]] = [
     *(3 * [Pair.step]),
     *(2 * [Pair.compare]),
     Pair.modify,
@@ -372,11 +354,13 @@ DONE = [
     Pair.initialize,
     Pair.read,
 ]
-ROLLED_BACK = [
+ROLLED_BACK: list[Callable[[Pair], None]] = [
     *(2 * [Pair.step_within_backward]),
-    Pair.stop,
-    Pair.stop_after_a_part,
-    Pair.stop_after_all,
+    # Steps that are stopped at once, after a part, and after all.
+    *(
+        partial(Pair.roll_back, proceed=proceed)
+        for proceed in (lambda step: None, lambda step: step.wait([0]), lambda step: step.wait())
+    ),
     Pair.commit_in_vain,
     Pair.fail_a_read,
     Pair.fail_a_write,
