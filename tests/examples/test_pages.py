@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +16,53 @@ from lightning_smartinfinity import ActivationOffload
 from lightning_smartinfinity.cli import main
 from tests.examples.conftest import EXAMPLES
 from tests.examples.folders import CHATS, make_chat_model, make_encoder, write_chats
-from tests.examples.pages import LOADED, commands_in, page, run_python, scripts_in
 from tests.examples.test_recipes import write_labelled
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import PROCESS_LIMIT
+
+__all__ = ["LOADED", "commands_in", "page", "run_python", "scripts_in"]
+
+LOADED = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = AutoTokenizer.from_pretrained(folder)("A drive", return_tensors="pt")
+    print(model(**tokens).logits.double().sum().item())
+assert "lightning_smartinfinity" not in sys.modules or not hasattr(sys.modules["lightning_smartinfinity"], "zero3")
+"""
+"""A script that loads folders by transformers alone, and prints a sum of logits for each."""
+
+
+def page(name: str) -> str:
+    """Return a page's text, by its path in the repository."""
+    return (Path(__file__).resolve().parents[2] / name).read_text()
+
+
+def scripts_in(text: str) -> list[str]:
+    """Return a page's blocks of Python."""
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands_in(text: str) -> list[str]:
+    """Return the arguments of a page's ``smart-infinity`` commands."""
+    return re.findall(r"^smart-infinity (.*)$", text, re.MULTILINE)
+
+
+def run_python(folder: Path, *arguments: str) -> str:
+    """Run Python in the folder on one CPU thread, assert that it succeeds, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**fresh_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_LIMIT,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
 
 README = page("README.md")
 COMMANDS = commands_in(README)
@@ -35,8 +81,7 @@ def test_the_blocks_run_in_order(page_folder: Path, run_example: Callable[..., s
     scripts = scripts_in(README)
     commands = [command for command in COMMANDS if command != SIZES]  # see test_sizes_are_those_of_the_plan
     before = [command for command in commands if README.index(command) < README.index(scripts[0])]
-    assert len(scripts) == len(commands) == 2 and len(before) == 1
-    assert main(shlex.split(before[0])) == 0
+    assert len(scripts) == len(commands) == 2 and len(before) == 1 and main(shlex.split(before[0])) == 0
     (page_folder / "readme.py").write_text("\n".join([COUNTING, *scripts]))
     # In eval mode, as from_pretrained returns a model, transformers would run none.
     assert f"checkpoints of activations: {LAYERS * STEPS}\n" in run_example(str(page_folder / "readme.py"))
@@ -51,8 +96,7 @@ def test_it_is_short() -> None:
     text = re.sub(r"^```.*?^```|^\|.*?$|<!--.*?-->|\]\([^)]*\)", "", README, flags=re.DOTALL | re.MULTILINE)
     assert 200 < len(text.split()) <= 600
     tasks = README.split("## By task\n")[1].split("`make demo`")[0]
-    assert tasks.count("](") == 6
-    assert "## A Hugging Face model in eighteen lines" in README
+    assert tasks.count("](") == 6 and "## A Hugging Face model in eighteen lines" in README
     assert len([line for line in scripts_in(README)[0].splitlines() if line.strip()]) == 18
 
 
@@ -132,8 +176,7 @@ def test_a_loop_with_activations(tmp_path: Path) -> None:
         )
         trained.append((model.weight.detach(), names["activations"].traffic().offloaded_bytes > 0))
     (offloaded, has_moved), (plain, has_moved_plain) = trained
-    assert has_moved and not has_moved_plain
-    assert torch.equal(offloaded, plain)
+    assert has_moved and not has_moved_plain and torch.equal(offloaded, plain)
 
 
 EXAMPLES_README = (EXAMPLES / "README.md").read_text()
@@ -181,8 +224,7 @@ def test_commands_run_as_they_stand(run_example: Callable[..., str], folder: Pat
 def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan that the README of the examples asks for is made."""
     (command,) = (command for command in RECIPE_COMMANDS if "plan my-model" in command)
-    assert main(shlex.split(command)[1:]) == 0
-    assert capsys.readouterr().out.startswith("my-model (LlamaForCausalLM): ")
+    assert main(shlex.split(command)[1:]) == 0 and capsys.readouterr().out.startswith("my-model (LlamaForCausalLM): ")
 
 
 def test_recipes_have_commands() -> None:

@@ -42,8 +42,7 @@ def batch(index: int) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, index: int) -> torch.Tensor:
-    loss: torch.Tensor = model(batch(index)).square().mean()
-    return loss
+    return model(batch(index)).square().mean()  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -136,8 +135,7 @@ def test_clipping_a_gradient_that_is_not_finite(fabric: Fabric) -> None:
     fabric.clip_gradients(model, optimizer, clip_val=1.0)
     with pytest.warns(UserWarning, match="A step was skipped"):
         optimizer.step()
-    assert optimizer.overflow
-    assert losses_of(model) == before
+    assert optimizer.overflow and losses_of(model) == before
 
 
 def test_clipping_takes_the_loss_scale_into_account(tmp_path: Path) -> None:
@@ -154,7 +152,6 @@ def test_clipping_takes_the_loss_scale_into_account(tmp_path: Path) -> None:
     norms.append(fabric.clip_gradients(model, optimizer, max_norm=1e9))
     expected.append(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
     torch.testing.assert_close(norms, expected, rtol=2e-3, atol=0)
-    fabric.strategy.close()
 
 
 def test_micro_batches_add_up_in_fp32(tmp_path: Path) -> None:
@@ -166,7 +163,6 @@ def test_micro_batches_add_up_in_fp32(tmp_path: Path) -> None:
         with fabric.no_backward_sync(model):
             fabric.backward(model(torch.tensor([[value]])).sum())
     assert fabric.clip_gradients(model, optimizer, max_norm=1e9).item() == 1.0 + 2.0**-9
-    fabric.strategy.close()
 
 
 def test_zero_grad_drops_what_backward_left(fabric: Fabric) -> None:
@@ -215,11 +211,9 @@ def test_state_beside_the_model_is_saved_and_loaded(fabric: Fabric, tmp_path: Pa
     nn.init.zeros_(other.weight)
     target = {**state, "step": 0, "array": None, "tensor": None, "other": other}
     remainder = fabric.load(tmp_path / "ckpt", target, weights_only=False)  # numpy's array is an object of a class
-    assert losses_of(model) == expected
-    assert torch.equal(other.weight, weight)
+    assert losses_of(model) == expected and torch.equal(other.weight, weight)
     assert target["step"] == 2 and (target["array"] == state["array"]).all()
-    assert torch.equal(target["tensor"], state["tensor"])
-    assert remainder == {"kept": "back"}
+    assert torch.equal(target["tensor"], state["tensor"]) and remainder == {"kept": "back"}
 
 
 def test_weights_alone_are_loaded_into_models_with_and_without_optimizer(fabric: Fabric, tmp_path: Path) -> None:
@@ -230,13 +224,14 @@ def test_weights_alone_are_loaded_into_models_with_and_without_optimizer(fabric:
     expected = losses_of(model)
     torch.manual_seed(1)
     evaluated = fabric.setup_module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
-    assert losses_of(evaluated) != expected
-    assert fabric.load(tmp_path / "ckpt", {"model": evaluated}) == {"step": 2}
-    assert losses_of(evaluated) == expected
+    assert (
+        losses_of(evaluated) != expected
+        and fabric.load(tmp_path / "ckpt", {"model": evaluated}) == {"step": 2}
+        and losses_of(evaluated) == expected
+    )
     take_steps_by_ours(fabric, model, optimizer)
     fabric.load(tmp_path / "ckpt", {"model": model})
-    assert losses_of(model) == expected
-    assert set(optimizer.engine.optimizer.update.drained_handler().steps) == {3}
+    assert losses_of(model) == expected and set(optimizer.engine.optimizer.update.drained_handler().steps) == {3}
 
 
 def test_plain_weights_reach_the_model_and_its_masters(fabric: Fabric, tmp_path: Path) -> None:
@@ -273,15 +268,13 @@ def test_full_weights_are_loaded_from_one_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no weights under 'net'"):
         fabric.load(tmp_path / "whole.pt", {"net": model})
     state = {"model": model, "step": 0}
-    assert fabric.load(tmp_path / "whole.pt", state) == {"more": 1}
-    assert state["step"] == 7
+    assert fabric.load(tmp_path / "whole.pt", state) == {"more": 1} and state["step"] == 7
     inner = optimizer.engine.optimizer
     flip_bit_behind(source[0].weight.detach().numpy().tobytes()[:16], tmp_path / "whole.pt")
     with pytest.raises(CheckpointError, match=r"whole\.pt is damaged: .*CRC"):
         fabric.load(tmp_path / "whole.pt", state)
     for name, param in model.module.named_parameters():
         assert torch.equal(inner.get_full_hp_param(param), source.get_parameter(name).detach()), name
-    fabric.strategy.close()
 
 
 def test_random_states_go_on_where_they_were_saved(fabric: Fabric, tmp_path: Path) -> None:
@@ -319,8 +312,7 @@ def test_a_second_model_evaluates_beside_the_one_that_trains(fabric: Fabric) -> 
     second = fabric.setup(build_net())
     expected = losses_of(teacher)
     take_steps_by_ours(fabric, model, optimizer)
-    assert losses_of(teacher) == losses_of(second) == expected
-    assert losses_of(model) != expected
+    assert losses_of(teacher) == losses_of(second) == expected and losses_of(model) != expected
 
 
 def test_inputs_and_outputs_of_a_model_in_fp32_keep_their_dtype(fabric: Fabric) -> None:
@@ -352,7 +344,6 @@ def test_model_built_in_init_module_trains_like_any(
     ours = set_up(fabric, net)
     assert (fabric.strategy.parameter_bytes > 0) == bool(zero)  # type: ignore[attr-defined]
     take_steps(fabric, ours, in_torch(build_net(256)))
-    fabric.strategy.close()
 
 
 def test_tensors_of_init_tensor_are_whole(tmp_path: Path) -> None:
@@ -360,8 +351,11 @@ def test_tensors_of_init_tensor_are_whole(tmp_path: Path) -> None:
     fabric = quiet_fabric(tmp_path, precision="bf16-true")
     with fabric.init_tensor():
         tensor, net = torch.ones(3), build_net()
-    assert tensor.dtype is torch.bfloat16 and tensor.numel() == 3
-    assert {(param.dtype, hasattr(param, "ds_id")) for param in net.parameters()} == {(torch.bfloat16, False)}
+    assert (
+        tensor.dtype is torch.bfloat16
+        and tensor.numel() == 3
+        and {(param.dtype, hasattr(param, "ds_id")) for param in net.parameters()} == {(torch.bfloat16, False)}
+    )
 
 
 def test_traffic_counts_until_the_storage_is_closed(fabric: Fabric, tmp_path: Path) -> None:
@@ -372,9 +366,12 @@ def test_traffic_counts_until_the_storage_is_closed(fabric: Fabric, tmp_path: Pa
         assert strategy.traffic().shared_read_bytes == 0
         take_steps_by_ours(fabric, *set_up(fabric))
         strategy.drain()
-        assert strategy.traffic().shared_read_bytes >= 8 * numel and strategy.state_numel == numel
-        assert strategy.state_bytes >= 24 * numel
-        assert list((tmp_path / "storage").glob("*/*/state.bin"))
+        assert (
+            strategy.traffic().shared_read_bytes >= 8 * numel
+            and strategy.state_numel == numel
+            and strategy.state_bytes >= 24 * numel
+            and list((tmp_path / "storage").glob("*/*/state.bin"))
+        )
         strategy.close()
         assert not list((tmp_path / "storage").glob("*/*"))
         fabric._models_setup = 0
@@ -414,8 +411,7 @@ def test_gradients_of_what_a_model_returns(
 ) -> None:
     """torch.autograd.grad works on it as in memory, and so does loss.backward()."""
     losses = []
-    zero = {"stage3_param_persistence_threshold": 0}
-    for strategy in ("auto", SmartInfinityFabricStrategy(tmp_path, zero=zero)):
+    for strategy in ("auto", SmartInfinityFabricStrategy(tmp_path, zero={"stage3_param_persistence_threshold": 0})):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
         fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)

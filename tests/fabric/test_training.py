@@ -1,13 +1,16 @@
-"""A Fabric loop trains like plain torch, and a resumed loop equals an uninterrupted one, whatever it resumes from."""
+"""A Fabric loop trains like plain torch, also beside second models, and a resumed one as an uninterrupted one."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import FoundCheckpoint
@@ -15,8 +18,12 @@ from tests.fabric.worker import Run, launch, quiet_fabric, train
 from tests.helpers import reference
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe
+from tests.helpers.ranks import on_ranks
+from tests.helpers.trainers import fit
 from tests.helpers.universal import convert
-from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
+from tests.training.small import Small
+from tests.training.test_bad_input import refused
+from tests.training.test_parity import assert_near
 from tests.training.worker import Outcome
 
 PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
@@ -52,20 +59,13 @@ def _resumed(run: Run) -> Run:
 def assert_equals_torch(outcome: Outcome, recipe: Recipe, *, world_size: int = 1) -> None:
     """Assert that losses and masters equal a plain torch loop that skips the same steps."""
     expected = reference.train(recipe, world_size=world_size, skipped=outcome.extra["skipped"])
-    kind = recipe.precision.split("-")[0]
-    torch.testing.assert_close(
-        torch.tensor(outcome.losses), torch.tensor(expected.losses), atol=LOSS_TOLERANCE[kind], rtol=0
-    )
-    assert outcome.masters.keys() == expected.masters.keys()
-    for name, master in expected.masters.items():
-        torch.testing.assert_close(outcome.masters[name], master, atol=MASTER_TOLERANCE[kind], rtol=0, msg=name)
+    assert_near(outcome.losses, outcome.masters, expected, recipe.precision)
     assert outcome.extra["state_entries"] == 0
 
 
 def assert_goes_on(resumed: Outcome, straight: Outcome) -> None:
     """Assert that everything after the checkpoint is equal bit for bit."""
-    assert resumed.losses == straight.losses[-len(resumed.losses) :]
-    assert 0 < len(resumed.losses) < len(straight.losses)
+    assert resumed.losses == straight.losses[-len(resumed.losses) :] and 0 < len(resumed.losses) < len(straight.losses)
     for name, master in straight.masters.items():
         assert torch.equal(resumed.masters[name], master), name
     for key in ("steps", "loss_scale", "lr"):
@@ -108,16 +108,10 @@ def test_two_processes_train_like_torch(name: str, together: dict[str, tuple[Run
     assert name != "nan" or outcome.extra["skipped"] == [1]
 
 
-def test_resume_in_a_fresh_process_is_bit_exact(alone: dict[str, tuple[Run, Outcome]]) -> None:
-    """Model, optimizer, scheduler, loss scale and the loop's own counter resume in every precision."""
-    resumed = launch(*(_resumed(run) for run, _ in alone.values()))
-    for outcome, (_, straight) in zip(resumed, alone.values(), strict=True):
-        assert_goes_on(outcome, straight)
-
-
-def test_resume_in_two_fresh_processes_is_bit_exact(together: dict[str, tuple[Run, Outcome]]) -> None:
-    """Two ranks resume bit for bit."""
-    pairs = [pair for name, pair in together.items() if name != "nan"]
+@pytest.mark.parametrize("how", ["alone", "together"])
+def test_resume_in_fresh_processes_is_bit_exact(how: str, request: pytest.FixtureRequest) -> None:
+    """Model, optimizer, scheduler, loss scale and the loop's own counter resume in every precision, and on ranks."""
+    pairs = [pair for name, pair in request.getfixturevalue(how).items() if name != "nan"]
     resumed = launch(*(_resumed(run) for run, _ in pairs))
     for outcome, (_, straight) in zip(resumed, pairs, strict=True):
         assert_goes_on(outcome, straight)
@@ -149,7 +143,6 @@ def test_fabric_loads_the_weights_of_a_universal_checkpoint_alone(saved: tuple[P
         assert torch.equal(engine.optimizer.get_full_hp_param(param), outcome.masters[name]), name
         assert torch.equal(param.ds_tensor, outcome.masters[name].flatten()), name
     assert not engine.optimizer.update.drained_handler().steps.any()
-    fabric.strategy.close()
 
 
 def test_the_engine_loads_it_as_transformers_and_accelerate_ask(
@@ -159,15 +152,94 @@ def test_the_engine_loads_it_as_transformers_and_accelerate_ask(
     path, outcome = saved
     fabric, module, _, engine = set_up(tmp_path)
     monkeypatch.setattr(FoundCheckpoint, "is_of_as_many", False)
-    with pytest.raises(CheckpointError, match="another number of processes") as caught:
+    with refused(CheckpointError, match="another number of processes", remedy="load_module_only"):
         engine.load_checkpoint(str(path), load_module_only=True)
-    assert "load_module_only" in caught.value.remedy
     assert engine.global_steps == 0
     found, client_state = engine.load_checkpoint(
         str(path), load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True
     )
-    assert (Path(found), client_state["step"], engine.global_steps) == (path / "checkpoint", 2, 2)
-    assert engine.optimizer.update.drained_handler().steps.tolist() == outcome.extra["steps"]
+    assert (Path(found), client_state["step"], engine.global_steps) == (
+        path / "checkpoint",
+        2,
+        2,
+    ) and engine.optimizer.update.drained_handler().steps.tolist() == outcome.extra["steps"]
     for name, param in module.named_parameters():
         assert torch.equal(engine.optimizer.get_full_hp_param(param), outcome.masters[name]), name
     fabric.strategy.close()
+
+
+# ---- models that ZeRO-3 partitioned while they were built, and that no engine was set up for, still answer
+
+
+def network(seed: int) -> nn.Sequential:
+    """Return a network with an inner one."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), nn.Linear(16, 3))
+
+
+def loss_of(model: nn.Module, teachers: list[nn.Sequential], step: int) -> torch.Tensor:
+    """Return the distance to all teachers, of which the last is asked in parts first."""
+    rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+    with torch.no_grad():
+        *_, last = teachers
+        answers = [last[2](last[1](last[0](rows))), *(teacher(rows) for teacher in teachers)]
+    return sum((model(rows) - answer).square().mean() for answer in answers)  # type: ignore[return-value]
+
+
+def taught(model: Any, optimizer: Any, teachers: list[nn.Sequential], backward: Callable[..., Any]) -> list[float]:
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, teachers, step)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_losses() -> list[float]:
+    """Return the losses of plain torch."""
+    model = network(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return taught(model, optimizer, [network(1), network(2)], torch.Tensor.backward)
+
+
+def train_on_ranks(root: Path) -> list[float]:
+    """Return the losses of a student whose teachers Fabric did not set up."""
+    fabric = quiet_fabric(root / "storage", devices=2)
+    with fabric.init_module():
+        teachers = [network(1), network(2)]
+    parameters: list[Any] = [param for teacher in teachers for param in teacher.parameters()]
+    assert all(param.ds_status.name == "NOT_AVAILABLE" for param in parameters), "nothing is partitioned"
+    net = network(0)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    return taught(model, optimizer, teachers, partial(fabric.backward, model=model))
+
+
+def test_a_second_model_on_two_processes(tmp_path: Path) -> None:
+    """Two teachers of ``init_module``, one asked in parts first, answer on both ranks as in plain torch."""
+    for losses in on_ranks(train_on_ranks, tmp_path):
+        assert losses == pytest.approx(plain_losses(), abs=1e-6)
+
+
+class Distilled(Small):
+    """A student whose first teacher is its submodule, while the other one is kept out of it."""
+
+    def configure_model(self) -> None:
+        self.net, self.frozen = network(0), network(1).requires_grad_(False)
+        self.others = [self.frozen, network(2)]  # a plain list is no submodule
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = loss_of(self.net, self.others, index)
+        self.seen.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+
+def test_teachers_of_configure_model(tmp_path: Path) -> None:
+    """Within the LightningModule and out of it, they answer as in plain torch."""
+    module = Distilled()
+    fit(module, tmp_path, max_steps=3, precision="32-true", limit_val_batches=0)
+    assert module.seen == pytest.approx(plain_losses(), abs=1e-6)

@@ -40,8 +40,7 @@ def quiet_fabric(storage: Path | str | None = None, **settings: Any) -> Fabric:
     """Return a launched Fabric on one CPU, or with the given settings."""
     from lightning_smartinfinity import SmartInfinityFabricStrategy
 
-    options = settings.pop("options", {})
-    strategy = SmartInfinityFabricStrategy(storage, **options)
+    strategy = SmartInfinityFabricStrategy(storage, **settings.pop("options", {}))
     fabric = Fabric(**{"accelerator": "cpu", "devices": 1, "strategy": strategy, **settings})
     fabric.launch()
     return fabric

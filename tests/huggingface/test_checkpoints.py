@@ -92,8 +92,10 @@ def test_a_checkpoint_that_does_not_exist(tmp_path: Path) -> None:
     """The error names the folder that was given; without any checkpoint, transformers' own error says so."""
     with pytest.raises(CheckpointNotFoundError, match="nowhere"):
         checkpoint_to_resume(str(tmp_path / "nowhere"), str(tmp_path), warn=True)
-    assert checkpoint_to_resume(True, str(tmp_path / "nothing"), warn=True) is True
-    assert checkpoint_to_resume(None, str(tmp_path), warn=True) is None
+    assert (
+        checkpoint_to_resume(True, str(tmp_path / "nothing"), warn=True) is True
+        and checkpoint_to_resume(None, str(tmp_path), warn=True) is None
+    )
 
 
 def test_only_checkpoints_lose_their_last_file(tmp_path: Path) -> None:
@@ -101,8 +103,12 @@ def test_only_checkpoints_lose_their_last_file(tmp_path: Path) -> None:
     own, other = checkpoint(tmp_path / "checkpoint-2"), checkpoint(tmp_path / "finetuned")
     begin_checkpoint(own, resumable=True)
     begin_checkpoint(other, resumable=True)
-    assert not Path(own, "trainer_state.json").exists() and Path(other, "trainer_state.json").exists()
-    assert Path(own, "optimizer.pt").is_file() and not Path(other, "optimizer.pt").exists()
+    assert (
+        not Path(own, "trainer_state.json").exists()
+        and Path(other, "trainer_state.json").exists()
+        and Path(own, "optimizer.pt").is_file()
+        and not Path(other, "optimizer.pt").exists()
+    )
 
 
 FILES = ["optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin"]
@@ -133,8 +139,11 @@ def test_flipped_bits(
         (folder / name).write_bytes(whole)
     assert main(["scrub", str(folder), "--quiet"]) == 0
     (folder / FILE_CHECKSUMS_NAME).unlink()
-    assert checkpoint_to_resume(True, str(tmp_path), warn=True) == str(folder)
-    assert main(["scrub", str(folder), "--quiet"]) == 2 and FILE_CHECKSUMS_NAME in capsys.readouterr().err
+    assert (
+        checkpoint_to_resume(True, str(tmp_path), warn=True) == str(folder)
+        and main(["scrub", str(folder), "--quiet"]) == 2
+        and FILE_CHECKSUMS_NAME in capsys.readouterr().err
+    )
 
 
 def recording(flush: Callable[[int], None], folder: Path, rank: int) -> Callable[[int], None]:
@@ -234,8 +243,12 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_ranks_start_together(of_ranks: Any) -> None:
     """Of one path the smallest step counts; each rank has the fault of the one that finds it."""
     for (chosen, (steps, fault), damaged), *_ in of_ranks:
-        assert chosen == "second" and steps == {}
-        assert "checkpoint-2 is passed over" in str(fault) and "trainer_state.json is damaged" in damaged
+        assert (
+            chosen == "second"
+            and steps == {}
+            and "checkpoint-2 is passed over" in str(fault)
+            and "trainer_state.json is damaged" in damaged
+        )
 
 
 def test_a_state_has_checksums_of_the_files_of_all_ranks(of_ranks: Any) -> None:

@@ -91,16 +91,6 @@ def test_a_quantized_base(attribute: str, model_folder: Path, tmp_path: Path) ->
     assert not list(tmp_path.rglob("*.bin"))
 
 
-def test_a_training_within_a_training() -> None:
-    """The second context is refused, and the first one goes on."""
-    with SmartInfinityTraining() as training:
-        with pytest.raises(UnsupportedError, match="within another"), SmartInfinityTraining():
-            pass
-        assert training.config["zero_optimization"]["stage"] == 3
-    with SmartInfinityTraining():  # it ended
-        pass
-
-
 def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the extra to install."""
     monkeypatch.setitem(sys.modules, "accelerate", None)
@@ -159,14 +149,19 @@ def trainer_of(folder: Path, out: Path, config: Any, **changes: Any) -> transfor
     return transformers.Trainer(model=load(folder), args=args, train_dataset=dataset(2), eval_dataset=dataset(2))
 
 
-def test_the_context_is_forgotten(tmp_path: Path) -> None:
-    """The configuration is given within the context only: DeepSpeed would take it for a training of its own."""
+def test_the_context_is_forgotten() -> None:
+    """The configuration is given within the context only: DeepSpeed would take it for a training of its own.
+
+    A second context within it is refused, and the first one goes on; one after it is not.
+    """
     training = SmartInfinityTraining()
     with pytest.raises(UnsupportedError, match=r"outside of the `with`.*as training:"):
         _ = training.config
     with training:
+        with pytest.raises(UnsupportedError, match="within another"), SmartInfinityTraining():
+            pass
         assert training.config["zero_optimization"]["stage"] == 3
-    with pytest.raises(UnsupportedError, match="outside of the `with`"):
+    with SmartInfinityTraining(), pytest.raises(UnsupportedError, match="outside of the `with`"):
         _ = training.config
 
 
@@ -228,8 +223,11 @@ def test_a_checkpoint_that_is_opened_as_a_file(model_folder: Path, tmp_path: Pat
     with pytest.raises(IsADirectoryError):
         torch.load(checkpoint)
     text = (checkpoint / NOTE_NAME).read_text()
-    assert "resume_from_checkpoint" in text and "ckpt_path" not in text
-    assert f"    smart-infinity export {checkpoint} " in text
+    assert (
+        "resume_from_checkpoint" in text
+        and "ckpt_path" not in text
+        and f"    smart-infinity export {checkpoint} " in text
+    )
 
 
 def test_a_checkpoint_is_resumed_without_the_context(model_folder: Path, tmp_path: Path) -> None:
@@ -293,6 +291,8 @@ def test_the_environment_is_as_before(model_folder: Path, tmp_path: Path, monkey
 STOCK = sorted(
     {name for stock in (DeepSpeedStrategy, FabricDeepSpeedStrategy) for name in inspect.signature(stock).parameters}
 )
+
+
 ARGUMENTS = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
 
 
@@ -300,8 +300,7 @@ def answer_to(**options: Any) -> str:
     """Return the remedy of the error, which has to name the class and the option."""
     with pytest.raises(ConfigError) as caught:
         SmartInfinityTraining(**options)
-    assert caught.value.problem.startswith("SmartInfinityTraining")
-    assert next(iter(options)) in caught.value.problem
+    assert caught.value.problem.startswith("SmartInfinityTraining") and next(iter(options)) in caught.value.problem
     return caught.value.remedy
 
 
@@ -356,8 +355,7 @@ def test_arguments_that_are_named_exist() -> None:
     """Every field of TrainingArguments that an answer names is one of the installed version."""
     named = {name for remedy in OF_TRANSFORMERS.values() for name in re.findall(r"TrainingArguments\((\w+)=", remedy)}
     listed = {"bf16", "max_grad_norm", "gradient_accumulation_steps", "per_device_train_batch_size"}
-    assert named | listed <= ARGUMENTS
-    assert all(name in OF_TRANSFORMERS["config"] for name in listed)
+    assert named | listed <= ARGUMENTS and all(name in OF_TRANSFORMERS["config"] for name in listed)
 
 
 def test_a_configuration_that_was_changed_in_an_earlier_training(tmp_path: Path) -> None:

@@ -110,10 +110,13 @@ def test_code_between_backward_and_step(
     losses, seen, logged = outcome(tmp_path / "memory", None)
     with SmartInfinityTraining(overlap="backward") as training:
         ours = outcome(tmp_path / "storage", training.config)
-    assert seen and len(set(logged)) > 2
-    assert ours[0] == pytest.approx(losses, abs=1e-5)
-    assert ours[1] == pytest.approx(seen, rel=1e-5)
-    assert ours[2] == pytest.approx(logged, rel=1e-5)
+    assert (
+        seen
+        and len(set(logged)) > 2
+        and ours[0] == pytest.approx(losses, abs=1e-5)
+        and ours[1] == pytest.approx(seen, rel=1e-5)
+        and ours[2] == pytest.approx(logged, rel=1e-5)
+    )
 
 
 class Spoilt(Plain):

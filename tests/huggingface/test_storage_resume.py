@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tests.helpers.processes import environments_of
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.huggingface.interrupted import MODULE, HuggingRun, Left, launch, train_interrupted
-from tests.huggingface.test_trl import CASES, trainer_of
+from tests.huggingface.test_second_models import CASES, trainer_of
 from tests.huggingface.trained import arguments, calling, dataset, load, train
 from tests.native.builds import ROOT
 
@@ -40,8 +41,11 @@ def straight(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Le
 def assert_goes_on(resumed: Left, straight: Left, *, after: int) -> None:
     """Assert that a training went on after this number of steps or one less, first with what follows that step."""
     first = resumed.logs[0][0]
-    assert after - 1 <= first <= after and resumed.end == straight.end
-    assert resumed.logs == [log for log in straight.logs if log[0] >= first]
+    assert (
+        after - 1 <= first <= after
+        and resumed.end == straight.end
+        and resumed.logs == [log for log in straight.logs if log[0] >= first]
+    )
 
 
 KILLS = [
@@ -130,8 +134,7 @@ def test_other_arguments(changes: dict[str, Any], model_folder: Path, tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         train_interrupted(dataclasses.replace(run, how="interrupt", method="training_step", step=4))
     resumed = train_interrupted(dataclasses.replace(run, resume="storage"))
-    assert resumed.end == expected.end
-    assert resumed.logs == expected.logs[-len(resumed.logs) :] != []
+    assert resumed.end == expected.end and resumed.logs == expected.logs[-len(resumed.logs) :] != []
 
 
 @pytest.mark.long
@@ -223,8 +226,11 @@ def test_an_error_after_the_training(model_folder: Path, tmp_path: Path, caplog:
     assert "The training was" not in caplog.text and not list(tmp_path.glob("storage/*/*"))
     with pytest.raises(SystemExit, match="a message"):
         script(SystemExit("a message"))
-    assert "The training was complete, but an error" in caplog.text and "trainer.save_model(folder)" in caplog.text
-    assert list(tmp_path.glob("storage/*/*/state.bin"))
+    assert (
+        "The training was complete, but an error" in caplog.text
+        and "trainer.save_model(folder)" in caplog.text
+        and list(tmp_path.glob("storage/*/*/state.bin"))
+    )
     with pytest.raises(SystemExit):  # trains on, with a new rate
         script(SystemExit(1), resume="storage", max_steps=4, rate=0.004, new=True)
     assert rates[-2:] == pytest.approx([0.001, 0.0005])
@@ -237,14 +243,16 @@ def test_an_error_after_the_training(model_folder: Path, tmp_path: Path, caplog:
     assert steps == [2, 2, 4, 4] and not list(tmp_path.glob("storage/*/*"))
 
 
-def test_other_data(model_folder: Path, tmp_path: Path) -> None:
+def test_other_data(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With another batch size or dataset, the epoch goes on after the samples used, and a warning says what changes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rows, seen = dataset(), list[list[int]]()
 
     def note(trainer: Any, stop: int | None = None) -> None:
         def noted(original: Any, model: Any, inputs: Any, *args: Any) -> Any:
             if trainer.state.global_step == stop:
                 raise KeyboardInterrupt
+            assert not list(tmp_path.glob("smart-infinity-*"))  # a kill would leave it
             seen.extend(inputs["input_ids"].tolist())
             return original(model, inputs, *args)
 

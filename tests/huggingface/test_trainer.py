@@ -24,6 +24,7 @@ from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from tests.helpers.damage import flip_bit
 from tests.helpers.long_cases import long_but
 from tests.helpers.offloaded import EVERYTHING
+from tests.helpers.plain import assert_alike
 from tests.huggingface.trained import (
     LENGTH,
     STEPS,
@@ -53,9 +54,7 @@ def test_it_trains_to_the_bits_of_the_lightning_route(model_folder: Path, tmp_pa
     """In 32-true, with the same groups, clipping, batches and schedule, losses and weights are equal bit for bit."""
     ours = straight(model_folder)
     losses, weights = train_in_lightning(model_folder, tmp_path / "lightning")
-    assert len(losses) == STEPS and losses[0] != losses[-1]
-    assert ours.losses == losses
-    assert same(ours.weights, weights)
+    assert len(losses) == STEPS and losses[0] != losses[-1] and ours.losses == losses and same(ours.weights, weights)
 
 
 @pytest.mark.parametrize("precision", long_but(["bf16-mixed"], ["32-true", "bf16-mixed"]))
@@ -101,9 +100,12 @@ def test_by_transformers_own_loss_with_shuffled_batches(model_folder: Path, tmp_
         whole = logged(tmp_path / "whole", training.config)
     with SmartInfinityTraining() as training:
         resumed = logged(tmp_path / "resumed", training.config, tmp_path / "whole" / "checkpoint-2")
-    assert len(whole) == 8 and [name for name, _ in whole] == [name for name, _ in expected]
-    assert [value for _, value in whole] == pytest.approx([value for _, value in expected], abs=1e-5)
-    assert resumed == whole
+    assert (
+        len(whole) == 8
+        and [name for name, _ in whole] == [name for name, _ in expected]
+        and [value for _, value in whole] == pytest.approx([value for _, value in expected], abs=1e-5)
+        and resumed == whole
+    )
 
 
 def test_activations_on_storage(model_folder: Path, tmp_path: Path) -> None:
@@ -119,8 +121,7 @@ def test_activations_on_storage(model_folder: Path, tmp_path: Path) -> None:
         trainer.add_callback(calling(on_step_end=note))
 
     stored = train(model_folder, tmp_path / "storage", strategy={"activations": EVERYTHING}, before=count, **settings)
-    assert stored.losses == in_memory.losses and same(stored.weights, in_memory.weights)
-    assert moved[-1] > moved[0] > 0
+    assert stored.losses == in_memory.losses and same(stored.weights, in_memory.weights) and moved[-1] > moved[0] > 0
 
 
 def test_a_saved_model_is_written_by_windows_and_loads_by_transformers_alone(
@@ -137,8 +138,7 @@ def test_a_saved_model_is_written_by_windows_and_loads_by_transformers_alone(
     monkeypatch.setattr(SmartInfinityEngine, "_zero3_consolidated_16bit_state_dict", gathered)
     outcome = train(model_folder, tmp_path, save_strategy="steps", save_steps=STEPS)
     checkpoint = tmp_path / f"checkpoint-{STEPS}"
-    assert same(weights_in(checkpoint), outcome.weights)
-    assert main(["scrub", str(checkpoint), "--quiet"]) == 0
+    assert same(weights_in(checkpoint), outcome.weights) and main(["scrub", str(checkpoint), "--quiet"]) == 0
     flip_bit(checkpoint / "model.safetensors", Random(0))
     assert main(["scrub", str(checkpoint), "--quiet"]) == 1
     assert {"config.json", "training_args.bin"} <= {path.name for path in (tmp_path / "saved").iterdir()}
@@ -162,8 +162,11 @@ def test_the_best_model_is_loaded_at_the_end(model_folder: Path, tmp_path: Path)
     )
     best = Path(outcome.trainer.state.best_model_checkpoint)
     last = weights_in(tmp_path / f"checkpoint-{STEPS}")
-    assert best.name != f"checkpoint-{STEPS}"
-    assert same(outcome.weights, weights_in(best)) and not same(outcome.weights, last)
+    assert (
+        best.name != f"checkpoint-{STEPS}"
+        and same(outcome.weights, weights_in(best))
+        and not same(outcome.weights, last)
+    )
 
 
 def test_evaluation_before_and_after_training(model_folder: Path, tmp_path: Path) -> None:
@@ -187,8 +190,7 @@ def test_evaluation_before_and_after_training(model_folder: Path, tmp_path: Path
     rows = torch.stack([row["input_ids"] for row in dataset()])
     with torch.no_grad():
         expected = float(model(input_ids=rows, labels=rows).loss)
-    assert losses[1] == pytest.approx(expected, abs=1e-5)
-    assert losses[1] < losses[0] and tokens.shape == (1, LENGTH + 3)
+    assert losses[1] == pytest.approx(expected, abs=1e-5) and losses[1] < losses[0] and tokens.shape == (1, LENGTH + 3)
 
 
 @pytest.mark.parametrize("evaluated", [False, True])
@@ -238,8 +240,11 @@ def test_the_optimizer_that_a_trainer_is_given(given: str, model_folder: Path, t
     expected_losses, expected_rates = outcome(tmp_path / "memory", None)
     with SmartInfinityTraining() as training:
         losses, rates = outcome(tmp_path / "storage", training.config)
-    assert rates == pytest.approx(expected_rates) and len(set(rates)) > 2
-    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    assert (
+        rates == pytest.approx(expected_rates)
+        and len(set(rates)) > 2
+        and losses == pytest.approx(expected_losses, abs=1e-5)
+    )
 
 
 def test_a_trainer_trains_twice(model_folder: Path, tmp_path: Path) -> None:
@@ -254,8 +259,7 @@ def test_a_trainer_trains_twice(model_folder: Path, tmp_path: Path) -> None:
     with pytest.warns(match="optimizer's state begins anew"):
         twice = train(model_folder, tmp_path / "twice", before=train_once)
     again = train(tmp_path / "first", tmp_path / "again")
-    assert twice.losses == again.losses
-    assert same(twice.weights, again.weights) and not same(twice.weights, first[0])
+    assert twice.losses == again.losses and same(twice.weights, again.weights) and not same(twice.weights, first[0])
 
 
 @pytest.mark.parametrize("resharded", long_but([True], [False, True]))
@@ -271,9 +275,12 @@ def test_adapters_train_with_an_empty_group_and_resume(
     trained_names = {name for name, param in model.named_parameters() if param.requires_grad}
     assert trained_names <= set(whole.trainer.get_decay_parameter_names(model)), "no group was empty"
     resumed = train(model_folder, tmp_path / "resumed", resume=tmp_path / "whole" / "checkpoint-4", **settings)
-    assert resumed.losses == whole.losses[4:] and len(set(whole.losses)) > 1
-    assert same(resumed.weights, whole.weights)
-    assert all("lora_" in name for name in whole.weights)
+    assert (
+        resumed.losses == whole.losses[4:]
+        and len(set(whole.losses)) > 1
+        and same(resumed.weights, whole.weights)
+        and all("lora_" in name for name in whole.weights)
+    )
     trained = [value for name, value in whole.weights.items() if "lora_B" in name]
     assert trained and all(value.abs().sum() > 0 for value in trained)
     files = [file.stat().st_size for file in (tmp_path / "whole" / "checkpoint-4").rglob("*model_states.pt")]
@@ -301,9 +308,13 @@ def test_adapters_added_to_a_model_are_gathered_without_it(
 
     monkeypatch.setattr(SmartInfinityEngine, "_zero3_consolidated_16bit_state_dict", gathering)
     outcome = train(model_folder, tmp_path, wrap=with_adapters, save_strategy="steps", save_steps=STEPS)
-    assert gathered and all("lora_" in name for names in gathered for name in names)
-    assert outcome.weights and all("lora_" in name for name in outcome.weights)
-    assert any(value.abs().sum() > 0 for name, value in outcome.weights.items() if "lora_B" in name)
+    assert (
+        gathered
+        and all("lora_" in name for names in gathered for name in names)
+        and outcome.weights
+        and all("lora_" in name for name in outcome.weights)
+        and any(value.abs().sum() > 0 for name, value in outcome.weights.items() if "lora_B" in name)
+    )
 
 
 def test_the_update_begins_within_the_backward_that_a_step_follows(model_folder: Path, tmp_path: Path) -> None:
@@ -320,8 +331,9 @@ def test_the_update_begins_within_the_backward_that_a_step_follows(model_folder:
     settings: dict[str, Any] = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
     overlapped = train(model_folder, tmp_path / "overlap", before=watch, strategy={"overlap": "backward"}, **settings)
     plain = train(model_folder, tmp_path / "none", strategy={"overlap": "none"}, **settings)
-    assert adopted == [(STEPS // 2, 0)]
-    assert overlapped.losses == plain.losses and same(overlapped.weights, plain.weights)
+    assert (
+        adopted == [(STEPS // 2, 0)] and overlapped.losses == plain.losses and same(overlapped.weights, plain.weights)
+    )
 
 
 def test_the_storage_lies_with_the_checkpoints_or_is_named_after_them(model_folder: Path, tmp_path: Path) -> None:
@@ -333,12 +345,10 @@ def test_the_storage_lies_with_the_checkpoints_or_is_named_after_them(model_fold
         return lambda trainer: trainer.add_callback(callback)
 
     train(model_folder, tmp_path / "a", before=look(tmp_path / "a" / "smart_infinity"), max_steps=1)
-    assert found[0] == ["default"]
-    assert not list((tmp_path / "a" / "smart_infinity").iterdir())
+    assert found[0] == ["default"] and not list((tmp_path / "a" / "smart_infinity").iterdir())
     storage = tmp_path / "nvme"
     train(model_folder, tmp_path / "b", before=look(storage), strategy={"storage": storage}, max_steps=1)
-    assert len(found[1]) == 1 and found[1][0].startswith("b-")
-    assert not list(storage.iterdir())
+    assert len(found[1]) == 1 and found[1][0].startswith("b-") and not list(storage.iterdir())
 
 
 def test_a_model_that_was_loaded_before_the_arguments(model_folder: Path, tmp_path: Path) -> None:
@@ -376,12 +386,52 @@ def test_a_plan_is_made_before_the_model_is_loaded(
 
     settings = {"plan": plan, "transfer": {"tasklet_bytes": 64 << 10, "num_buffers": 2}}
     planned = train(model_folder, tmp_path / "planned", strategy=settings, before=look)
-    assert seen["offload_param"]["device"] == "nvme" and seen["stage3_gather_16bit_weights_on_model_save"]
-    assert planned.losses == plain.losses
-    assert same(planned.weights, plain.weights)
+    assert (
+        seen["offload_param"]["device"] == "nvme"
+        and seen["stage3_gather_16bit_weights_on_model_save"]
+        and planned.losses == plain.losses
+        and same(planned.weights, plain.weights)
+    )
     with pytest.raises(ConfigError, match="does not know the model yet"), SmartInfinityTraining(plan="auto"):
         pass
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UnsupportedError, match="plans for one process"), SmartInfinityTraining(plan=plan):
         pass
+
+
+# ---- a model with a parameter without a dimension
+
+
+def test_a_clip_that_transformers_loads_trains_as_in_memory(tmp_path: Path) -> None:
+    """Transformers partitions a model as it loads it, before an engine exists."""
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], **_: Any) -> torch.Tensor:
+            return model(**inputs, return_loss=True).loss  # type: ignore[no-any-return]
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": 64, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2, **sizes}
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config={"image_size": 8, "patch_size": 4, **sizes}, projection_dim=16
+    )
+    torch.manual_seed(3)
+    transformers.CLIPModel(config).save_pretrained(tmp_path / "weights")
+    tokens, images = torch.randint(3, 64, (12, 6)), torch.randn(12, 3, 8, 8)
+    rows = [{"input_ids": tokens[index], "pixel_values": images[index]} for index in range(12)]
+
+    def losses(name: str, config: dict[str, Any] | None) -> list[float]:
+        """Train, and save to a folder of this name."""
+        options = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "adam_epsilon": 1e-2, "weight_decay": 0.0}
+        args = arguments(tmp_path / f"{name} run", config, **options)
+        trainer = Trainer(transformers.CLIPModel.from_pretrained(tmp_path / "weights"), args, train_dataset=rows)
+        trainer.train()
+        trainer.save_model(str(tmp_path / name))
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    expected = losses("plain", None)
+    with SmartInfinityTraining(storage=tmp_path / "storage") as training:
+        assert_alike(losses("ours", training.config), expected)
+    saved, plain = weights_in(tmp_path / "ours"), weights_in(tmp_path / "plain")
+    assert saved["logit_scale"].shape == ()
+    assert_alike(saved, {name: plain[name] for name in saved})

@@ -23,8 +23,7 @@ BATCH, STEPS, LENGTH, RATE = 2, 6, 12, 1e-3
 
 def dataset(steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
     """Return random sequences, enough for this number of batches."""
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(0, 300, (steps * BATCH, LENGTH), generator=generator)
+    rows = torch.randint(0, 300, (steps * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
