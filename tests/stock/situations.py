@@ -30,8 +30,8 @@ from tests.helpers.plain import Everything, Scenario
 from tests.helpers.random_fit import LitRandom, SaveAt, seed
 from tests.stock.on_nvme import ON_NVME
 from tests.stock.systems import Hook, maker, masters
-from tests.training.configure_model_worker import Built, squares
-from tests.training.model_cases import CHECKPOINTS
+from tests.training.model_runs import CHECKPOINTS
+from tests.training.test_configure_model import Built, squares
 from tests.training.test_loop_exceptions import Breaking, Broken
 from tests.training.test_loop_manual import Manual, SkipsBatches
 

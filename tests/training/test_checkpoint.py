@@ -10,10 +10,13 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +26,20 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.integrations.transformers.arguments import job_of
 from lightning_smartinfinity.settings.transfer import JOB_NAME
+from lightning_smartinfinity.storage.io.deadlines import io_limit
+from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.formats import tensor_file
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import UniversalFolder
 from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
+from lightning_smartinfinity.zero3.engine import training as engine
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
+from tests.helpers.silent_disk import ERROR, FILE_CALLS, SilentDisk
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import convert, convert_by_command
 from tests.training.worker import Run, launch, train
@@ -238,8 +247,7 @@ def test_every_rank_raises_what_one_has_found(checkpoints: Checkpoints, tmp_path
     run = Run(out=str(tmp_path), recipe=TINY, devices=3, resume=str(folder))
     (tmp_path / "runs.json").write_text(json.dumps([dataclasses.asdict(run)]))
     done = run_module("tests.training.worker", tmp_path / "runs.json", ranks=3)
-    assert done.returncode != 0
-    assert (done.stdout + done.stderr).count("is wrong. It comes from rank") >= 3
+    assert done.returncode != 0 and (done.stdout + done.stderr).count("is wrong. It comes from rank") >= 3
 
 
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
@@ -313,12 +321,9 @@ def test_zero_to_fp32_reads_our_checkpoints(checkpoints: Checkpoints) -> None:
 # ---- trainings in folders whose names are no text: bytes that are not UTF-8, which Python shows as lone surrogates
 
 
-CAFE = os.fsdecode(b"caf\xe9")
-
-
 def test_a_training_in_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
     """Parameters and state lie there, and checkpoints of both kinds are saved, scrubbed, loaded and exported."""
-    folder = tmp_path / CAFE
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
     recipe, on_storage = Recipe(odd=True, max_steps=3), {"zero": {"offload_param": {"device": "nvme"}}}
     straight, _, expected = train(Run(out=str(folder / "a"), recipe=recipe, save_at=(1,), options=on_storage))
     saved = folder / "a/step-1.ckpt"
@@ -327,14 +332,113 @@ def test_a_training_in_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         assert main(["scrub", str(path), "--quiet"]) == 0
         again = Run(out=str(folder / f"b{number}"), recipe=recipe, resume=str(path), options=on_storage)
         resumed, _, found = train(again)
-        assert resumed.losses == straight.losses[1:]
-        assert all(torch.equal(found.masters[name], master) for name, master in expected.masters.items())
-        assert main(["export", str(path), str(folder / f"{number}.ckpt"), "--to", "lightning"]) == 0
+        assert (
+            resumed.losses == straight.losses[1:]
+            and all(torch.equal(found.masters[name], master) for name, master in expected.masters.items())
+            and main(["export", str(path), str(folder / f"{number}.ckpt"), "--to", "lightning"]) == 0
+        )
         LitTiny.load_from_checkpoint(folder / f"{number}.ckpt", recipe=recipe)
 
 
 def test_the_job_of_an_output_folder() -> None:
     """A job's name is text, and differs for folders that differ in such bytes alone."""
     first, second = (job_of(os.fsdecode(b"/runs/caf" + byte)) for byte in (b"\xe9", b"\xe8"))
-    assert JOB_NAME.holds(first) and JOB_NAME.holds(second) and first != second
-    assert job_of("/runs/one") == "one-0436b62a"
+    assert (
+        JOB_NAME.holds(first) and JOB_NAME.holds(second) and first != second and job_of("/runs/one") == "one-0436b62a"
+    )
+
+
+# ---- a training saves to, and loads from, a disk that does not answer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A Trainer that has made one step and can save."""
+    trainer = quiet_trainer(tmp_path_factory.mktemp("trained"), max_steps=1)
+    trainer.fit(LitTiny(Recipe(precision="bf16-mixed", frozen=True)))
+    yield trainer
+    trainer.strategy.close()  # type: ignore[attr-defined]
+
+
+def names_of_whole(checkpoint: Path) -> list[str]:
+    """Return the names of a checkpoint's files, of which none is damaged."""
+    restore_interrupted(checkpoint, "checkpoint")
+    for file in (checkpoint / "checkpoint").glob("*.pt"):
+        tensor_file.check_records(file, tensors=True)
+    files = (str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file())
+    return sorted(file for file in files if not file.startswith(".saving"))
+
+
+@pytest.mark.parametrize("long", long_but([False], [False, True]), ids=["last calls", "first and last calls"])
+def test_a_save_of_a_training_on_a_disk_that_does_not_answer(
+    trained: Any, tmp_path: Path, disk: SilentDisk, attack: Attack, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    """Whichever call hangs, the first or the last of its kind, the save ends in time with path and seconds.
+
+    Only if it is done, and what it has replaced is not removed, it raises nothing. A whole checkpoint is there each
+    time, and the next save succeeds.
+    """
+    monkeypatch.setattr(engine, "io_limit", lambda _: io_limit(1.0))
+    path = tmp_path / "a.ckpt"
+    trained.save_checkpoint(path)
+    (path / "checkpoint" / "notes.txt").write_text("mine")
+    counts: Counter[str] = Counter()
+    with monkeypatch.context() as patch:
+        watching = SilentDisk(patch, tmp_path / "stat")
+
+        def counted(key: str, *_: Any) -> bool:
+            counts[key] += 1
+            return False
+
+        for module, name in FILE_CALLS:
+            watching.hang(module, name, when=partial(counted, f"{module.__name__}.{name}"))
+        trained.save_checkpoint(path)
+        called = Counter(counts)
+        trained.save_checkpoint(tmp_path / "first.ckpt")
+        watching.answer()
+    before, met = names_of_whole(path), []
+    assert all(counts[f"{module.__name__}.{name}"] for module, name in FILE_CALLS), " ".join(sorted(counts))
+    for module, name in FILE_CALLS:
+        last = called[f"{module.__name__}.{name}"]
+        for number in sorted({1, last} if long else {last}) if last else ():
+            with monkeypatch.context() as patch:
+                hanging, calls = SilentDisk(patch, tmp_path / "stat"), itertools.count(1)
+                hanging.hang(module, name, when=lambda *_, calls=calls, number=number: next(calls) == number)
+                try:
+                    trained.save_checkpoint(path)
+                    assert (path / ".saving").exists(), f"call {number} of {name} was waited for"
+                    met.append("done")
+                except StorageTimeoutError as error:
+                    assert re.search(rf"'{tmp_path}.*for 1 s", str(error)), f"call {number} of {name}: {error}"
+                    met.append("refused")
+                assert hanging.hung, f"{name}, call {number}"
+                hanging.answer()
+            assert names_of_whole(path) == before, f"{name}, call {number}"
+    assert met.count("done") < met.count("refused")
+    what = "a disk stops answering while a training is saved"
+    attack(what, tries=len(met), outcome=f"{ERROR}; a whole checkpoint is there")
+    trained.save_checkpoint(path)
+    assert not (path / ".saving").exists() and (path / "checkpoint" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate"])
+def test_a_load_of_a_checkpoint_waits_for_no_disk_without_a_limit(
+    trained: Any, tmp_path: Path, disk: SilentDisk, entry: str
+) -> None:
+    """Each call on a file of the checkpoint that a Trainer loads would be given up, except one of DeepSpeed's.
+
+    It asks whether a file exists that was opened just before.
+    """
+    path = tmp_path / "a.ckpt"
+    trained.save_checkpoint(path)
+    trainer = quiet_trainer(Path(trained.default_root_dir, entry), max_steps=2)
+    for module, name in FILE_CALLS:
+        disk.hang(module, name, when=lambda *_: False)
+    module, options = LitTiny(Recipe(precision="bf16-mixed", frozen=True)), {"ckpt_path": path}
+    if entry == "fit":
+        trainer.fit(module, **options)
+    else:
+        trainer.validate(module, module.recipe.validation_loader(), **options)
+    disk.unguarded = [call for call in disk.unguarded if "assert os.path.exists(load_path)" not in call]
+    disk.answer()
+    trainer.strategy.close()  # type: ignore[attr-defined]
