@@ -13,13 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_smartinfinity import (
-    ConfigError,
-    SmartInfinityStrategy,
-    StorageCorruptError,
-    TopK,
-    UnsupportedError,
-)
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageCorruptError, TopK, UnsupportedError
 from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
 from lightning_smartinfinity.pipeline.handler import TransferHandler
@@ -92,11 +86,13 @@ def test_gradients_that_are_given_up(what: dict[str, Any], budget: int, tmp_path
         run_of(tmp_path / "budget", recipe, "backward", budget=budget), does(on_train_batch_end=note)
     )
     speculation = trainer.strategy.optimizers[0].speculation
-    trainer.strategy.close()  # type: ignore[attr-defined]
     assert speculation.num_binding > 2
     if not what:  # none goes to storage but in the first two steps, which are watched
-        assert speculation.num_binding == PLAIN.max_steps - 2
-        assert written[1] > memories[0].tensor.nbytes and written[2:] == [written[2]] * 4
+        assert (
+            speculation.num_binding == PLAIN.max_steps - 2
+            and written[1] > memories[0].tensor.nbytes
+            and written[2:] == [written[2]] * 4
+        )
     assert_same(((module.losses, module.validated, recorder.extra), recorder.masters), straight)
 
 
@@ -148,9 +144,12 @@ def test_auto_where_not_all_gradients_fit(
         assert_same(result(run_of(tmp_path / "auto", recipe, "forward")), straight)
     (memory,) = memories
     nbytes = memory.tensor.nbytes
-    assert nbytes > 300_000 and memory.most <= memory.budget_bytes == 150_000
-    assert memory.counters().written_bytes > 0
-    assert f"gradient_bytes='auto': 150000 of {nbytes} bytes of gradients are held in memory" in caplog.text
+    assert (
+        nbytes > 300_000
+        and memory.most <= memory.budget_bytes == 150_000
+        and memory.counters().written_bytes > 0
+        and f"gradient_bytes='auto': 150000 of {nbytes} bytes of gradients are held in memory" in caplog.text
+    )
 
 
 # ---- budgets that cannot be kept
@@ -201,14 +200,16 @@ def test_space_is_asked_for_together(tmp_path: Path, monkeypatch: pytest.MonkeyP
         taken.append((strategy.state_bytes, strategy.state_numel, strategy.host_bytes["gradient_arena"]))
         assert asked[-1].pop("parameters") >= strategy.parameter_bytes > 0
         strategy.close()
-    assert {"optimizer state", "gradients that are not held in memory", "activations"} == asked[0].keys()
-    assert asked[0] == asked[1] and taken[0] == taken[1]
+    assert (
+        {"optimizer state", "gradients that are not held in memory", "activations"} == asked[0].keys()
+        and asked[0] == asked[1]
+        and taken[0] == taken[1]
+    )
     asked.append({})
     strategy = SmartInfinityStrategy(tmp_path / "compressed", compression=TopK(0.1), transfer=SMALL_RING)
     quiet_trainer(tmp_path, strategy, max_steps=1).fit(LitTiny(PLAIN))
     assert max(asked[-1].values()) == asked[-1]["optimizer state"] > min(asked[-1].values())
     assert asked[-1]["residuals of compressed gradients"] == residual_bytes(strategy.state_numel)
-    strategy.close()
 
 
 # ---- storage that fails
@@ -295,12 +296,14 @@ def test_an_interrupt(name: str, after: bool, tmp_path: Path, monkeypatch: pytes
     save(trainer, module)
     two_steps = dataclasses.replace(BOUND, max_steps=2)
     assert_holds(trainer, module, result(run_of(tmp_path / "straight", two_steps, "none"))[1])
-    trainer.strategy.close()  # type: ignore[attr-defined]
     saved = str(Path(trainer.default_root_dir) / "saved.ckpt")
     (losses, _, extra), masters = result(dataclasses.replace(run, out=str(tmp_path / "resumed"), resume=saved))
     (expected, _, of_all), of_straight = result(run_of(tmp_path / "all", BOUND, "none"))
-    assert losses == expected[2:] and extra["steps"] == of_all["steps"]
-    assert all(torch.equal(masters[name], of_straight[name]) for name in of_straight)
+    assert (
+        losses == expected[2:]
+        and extra["steps"] == of_all["steps"]
+        and all(torch.equal(masters[name], of_straight[name]) for name in of_straight)
+    )
 
 
 # That an error of one rank reaches all of them is in test_failures.py.
@@ -309,8 +312,7 @@ def test_a_weight_that_is_used_once_more(ranks: int, tmp_path: Path) -> None:
     """All ranks raise an error that names it, and its state is that of the step before."""
     for outcome in each_rank("used_again", tmp_path, ranks, ranks=ranks):
         assert "parameter 'model.blocks.3.block.norm1.weight' was used or changed after its update" in outcome["error"]
-        assert outcome["binding"] == 2 and outcome["generation"] == 4
-        assert outcome["differ"] == []
+        assert outcome["binding"] == 2 and outcome["generation"] == 4 and outcome["differ"] == []
 
 
 def memory_of(available: int) -> Any:
@@ -330,7 +332,8 @@ def test_what_is_free_becomes_a_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     _, trainer, _ = train(Run(out=str(tmp_path), recipe=BF16, transfer=transfer, options={"overlap": "none"}))
     strategy: Any = trainer.strategy
     cached, traffic = strategy.host_bytes["dram_cache"], strategy.traffic()
-    assert 100_000 - SMALL_RING["tasklet_bytes"] < cached <= 100_000
-    assert traffic.cached_read_bytes > 0
-    assert (traffic.cached_write_bytes > 0) == (durability == "none")
-    strategy.close()
+    assert (
+        100_000 - SMALL_RING["tasklet_bytes"] < cached <= 100_000
+        and traffic.cached_read_bytes > 0
+        and (traffic.cached_write_bytes > 0) == (durability == "none")
+    )

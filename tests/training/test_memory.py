@@ -108,6 +108,17 @@ def test_a_training_that_is_over_is_freed(tmp_path: Path, closes: bool, recomput
     assert [type(part()).__name__ for part in found] == ["NoneType"] * len(found)
 
 
+def test_a_strategy_that_trains_again_keeps_nothing_of_its_first_training(tmp_path: Path) -> None:
+    """Its exit handler closes the second training only; that of the first would keep its manifest and layout."""
+    trainer = fit(LitTiny(Recipe(depth=1, width=8)), tmp_path, max_steps=1)
+    strategy: Any = trainer.strategy
+    found = weakref.ref(strategy._rank_state.handler)
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(LitTiny(Recipe(depth=1, width=8)))
+    gc.collect()
+    assert found() is None
+
+
 def test_a_training_that_fails_in_forward_is_freed(tmp_path: Path) -> None:
     """DeepSpeed's stack of modules keeps none of a forward pass that was broken off."""
     module = LitTiny(Recipe(depth=1, width=8))

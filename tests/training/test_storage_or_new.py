@@ -33,6 +33,7 @@ from lightning_smartinfinity.settings.options import OF_FABRIC, OF_TRAINER, OF_T
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.stock.systems import Hook
+from tests.storage.makers import left
 
 START = "storage-or-new"
 SMALL = Recipe(depth=1, width=8)
@@ -142,8 +143,9 @@ def test_wrong_uses(tmp_path: Path) -> None:
     nothing = quiet_trainer(tmp_path, transfer={"keep": False})
     with pytest.raises(ConfigError, match=r"fit\(ckpt_path='storage-or-new'\) resumes from storage, but the settings"):
         nothing.fit(LitTiny(SMALL), ckpt_path=START)
-    with pytest.raises(ConfigError, match=r"validate\(ckpt_path='storage-or-new'\) cannot work"):
-        quiet_trainer(tmp_path).validate(LitTiny(replace(SMALL, validate=True)), ckpt_path=START)
+    for start in (START, "storage"):
+        with pytest.raises(ConfigError, match=rf"validate\(ckpt_path='{start}'\) cannot work: only fit goes on"):
+            quiet_trainer(tmp_path).validate(LitTiny(replace(SMALL, validate=True)), ckpt_path=start)
     with pytest.raises(CheckpointNotFoundError, match="Did you mean 'storage-or-new'"):
         quiet_trainer(tmp_path).fit(LitTiny(SMALL), ckpt_path="storage_or_new")
     for remedies, told in ((OF_TRAINER, "fit"), (OF_FABRIC, "resume"), (OF_TRANSFORMERS, "train")):
@@ -212,10 +214,12 @@ def test_new_hyperparameters(tmp_path: Path) -> None:
     told = r"sets lr=0.08, but the .* resumes began with lr=0.04, and keeps that\. To"
     with pytest.warns(UserWarning, match=told), pytest.warns(UserWarning, match=schedule):
         assert values(0.08, decay=0.1, factor=0.1, resume=str(tmp_path / "saved.ckpt"))[0][0] == 0.02
-    assert [round(lr, 9) for lr, _ in old] == [0.04, 0.04, 0.02, 0.02, 0.02, 0.01]
-    assert {decay for _, decay in old} == {0.1}
-    assert new == [(0.02, 0.2), (0.02, 0.2)]
-    assert from_checkpoint == [(0.04, 0.2), *new]
+    assert (
+        [round(lr, 9) for lr, _ in old] == [0.04, 0.04, 0.02, 0.02, 0.02, 0.01]
+        and {decay for _, decay in old} == {0.1}
+        and new == [(0.02, 0.2), (0.02, 0.2)]
+        and from_checkpoint == [(0.04, 0.2), *new]
+    )
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
@@ -309,8 +313,7 @@ def test_a_changed_schedule_is_reported(before: Any, now: Any, told: str) -> Non
     prepare_loads([new], new_settings=False)
     with pytest.warns(UserWarning, match=told) as caught:
         new.load_state_dict(old.state_dict())
-    assert len(caught) == 1
-    assert new.state_dict() == old.state_dict()
+    assert len(caught) == 1 and new.state_dict() == old.state_dict()
 
 
 def test_a_plateau_keeps_its_counters() -> None:
@@ -330,7 +333,7 @@ def test_a_fit_goes_on_without_a_lost_folder(tmp_path: Path, caplog: pytest.LogC
     """The error names the folder and the newest checkpoint. What it advises trains on, and what is left resumes later.
 
     A scheduler that starts the same command again gets the same error, and needs to remove nothing. What no fit can
-    resume from is not advised.
+    resume from is not advised. Another training, whose drive is mounted at the folder, is not resumed but moved, too.
     """
 
     def save_and_fail(trainer: Any) -> None:
@@ -347,10 +350,16 @@ def test_a_fit_goes_on_without_a_lost_folder(tmp_path: Path, caplog: pytest.LogC
     (path,) = re.findall(r"ckpt_path='(.*?)'", caught.value.remedy)
     (storage,) = re.findall(r"storage=(\[.*?\])", caught.value.remedy)
     assert path == str(tmp_path / "saved/step=4.ckpt")
-    script.fit(start=path, storage=ast.literal_eval(storage))
-    assert len(script.module.losses) == 2
+    left(tmp_path / "other", generations=1, steps=[9], world_size=1)  # of another training; its drive is mounted there
+    (tmp_path / "other").rename(folders[1])
+    assert script.fit(storage=folders) == "step=4.ckpt"  # as many steps as the record
     (told,) = [record.getMessage() for record in caplog.records if "cannot be found" in record.getMessage()]
     assert f"whose part in '{folders[1]}'" in told and "moved to the job 'default.aside'" in told
+    assert f"It removes the training in '{folders[1]}" in told
+    script.trainer.strategy.close()
+    folders[1].rename(tmp_path / "other")
+    script.fit(start=path, storage=ast.literal_eval(storage))
+    assert len(script.module.losses) == 2
     (tmp_path / "unmounted").rename(folders[1])
     script.fit(start="storage", storage=folders, transfer={"job": "default.aside"})
     assert len(script.module.losses) in (1, 2)  # it may repeat the last step

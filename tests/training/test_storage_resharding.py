@@ -49,7 +49,6 @@ def stores(folder: Path) -> list[str]:
 
 
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
-POWER = {"durability": "power"}
 USUAL: tuple[int, int, dict[str, Any]] = (2, 3, {"options": {"overlap": "forward"}})
 OTHERS: list[tuple[int, int, dict[str, Any]]] = [
     (1, 2, {"options": {"overlap": "forward"}}),
@@ -59,7 +58,14 @@ OTHERS: list[tuple[int, int, dict[str, Any]]] = [
         for devices, overlap in ((1, "none"), (2, "backward"))
     ),
     (3, 2, {"options": {"zero": NVME}}),
-    (3, 1, {"options": {"zero": {"sub_group_size": 3000}}, "transfer": {"dram_cache_bytes": 100_000, **POWER}}),
+    (
+        3,
+        1,
+        {
+            "options": {"zero": {"sub_group_size": 3000}},
+            "transfer": {"dram_cache_bytes": 100_000, "durability": "power"},
+        },
+    ),
     (3, 2, {"transfer": {"keep": True}}),
     (1, 2, {"options": {"compression": {"ratio": 0.1}}}),  # a residual that begins at zero
 ]
@@ -163,14 +169,19 @@ def test_what_is_refused_changes_nothing(left: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(space, "_request", nearly_full)
         full = refused(left, transfer={"gradient_bytes": "1GB"})  # a busy machine has little memory for gradients
-    assert isinstance(full, StorageFullError)
-    assert "Resume with 2 processes, save a checkpoint, and resume from that" in full.remedy
-    assert "its model was" in str(refused(left, module={"turned": True}))
+    assert (
+        isinstance(full, StorageFullError)
+        and "Resume with 2 processes, save a checkpoint, and resume from that" in full.remedy
+        and "its model was" in str(refused(left, module={"turned": True}))
+    )
     part = left / "storage1/default/rank-00001"
     part.rename(left / "elsewhere")
     missing = refused(left)
-    assert "takes all of its parts, and 'default/rank-00001' in '" in str(missing)
-    assert "storage1' cannot be found" in str(missing) and "copy the part there" in str(missing)
+    assert (
+        "takes all of its parts, and 'default/rank-00001' in '" in str(missing)
+        and "storage1' cannot be found" in str(missing)
+        and "copy the part there" in str(missing)
+    )
     shutil.copytree(left / "elsewhere", part)
     fit(run_of(left, **FURTHER)).close()
     assert end_of(left)["step"] == 5 and stores(left) == []
@@ -198,5 +209,8 @@ def test_kills_while_the_number_changes(overlap: str, tmp_path: Path, attack: At
         assert code == -signal.SIGKILL, (number, when, output[-4000:])
         changes = not changes
     run(folder, resume=True, **settings, ends=0)
-    assert steps_of(folder) == steps_of(tmp_path / "straight")
-    assert end_of(folder)["state"] == end_of(tmp_path / "straight")["state"] and stores(folder) == []
+    assert (
+        steps_of(folder) == steps_of(tmp_path / "straight")
+        and end_of(folder)["state"] == end_of(tmp_path / "straight")["state"]
+        and stores(folder) == []
+    )
