@@ -91,14 +91,6 @@ def compiled(backend: str) -> nn.Module:
     return model
 
 
-def reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(block, x, use_reentrant=True)
-
-
-def not_reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(block, x, use_reentrant=False)
-
-
 Run = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 COMPILED = ("aot_eager", "inductor")
@@ -107,8 +99,16 @@ COMPILED = ("aot_eager", "inductor")
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], Run]] = {
     "transformer": (Language, tokens, lambda model, batch: model(batch)),
     "dropout": (lambda: Language(dropout=0.3), tokens, lambda model, batch: model(batch)),
-    "reentrant checkpoints": (lambda: Language(reentrant, dropout=0.3), tokens, lambda model, batch: model(batch)),
-    "checkpoints": (lambda: Language(not_reentrant, dropout=0.3), tokens, lambda model, batch: model(batch)),
+    "reentrant checkpoints": (
+        lambda: Language(partial(checkpoint, use_reentrant=True), dropout=0.3),
+        tokens,
+        lambda model, batch: model(batch),
+    ),
+    "checkpoints": (
+        lambda: Language(partial(checkpoint, use_reentrant=False), dropout=0.3),
+        tokens,
+        lambda model, batch: model(batch),
+    ),
     "autocast": (Language, tokens, mixed),
     **{name: (partial(compiled, name), tokens, lambda model, batch: model(batch)) for name in COMPILED},
     "convolutions": (Pictures, lambda: torch.randn(2, 3, 12, 12), lambda model, batch: model(batch)),

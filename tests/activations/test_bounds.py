@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lightning_smartinfinity import ActivationOffload, ConfigError, StorageFullError
 from lightning_smartinfinity.activations import OffloadedActivations, pool
+from lightning_smartinfinity.settings import activation_offload
 from tests.activations.chains import (
     BLOCK,
     activations,
@@ -42,8 +45,7 @@ def test_backward_stays_below_the_budget(tmp_path: Path, retains: bool) -> None:
             if retains:
                 finish_writes(activations)  # what is forwarded would stay in memory until the graph goes
             y.sum().backward(retain_graph=retains)
-            assert len(held) == 30 and max(held) <= 10 * BLOCK
-            assert torch.equal(x.grad, expected(x, 30))
+            assert len(held) == 30 and max(held) <= 10 * BLOCK and torch.equal(x.grad, expected(x, 30))
 
 
 @pytest.mark.parametrize(("budget", "num_blocks"), [(None, 10), (12 * BLOCK, 6)])
@@ -77,8 +79,7 @@ def test_a_tensor_that_is_larger_than_the_pool(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match=too_large) as told, activations.forward(x):
             loss = chain(x, 2) + chain(x[: BLOCK // 4] * 2, 6)
         traffic = activations.traffic()
-        assert len(told) == 1
-        assert (traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (6 * BLOCK, 4 * BLOCK)
+        assert (len(told), traffic.offloaded_bytes, traffic.kept_for_room_bytes) == (1, 6 * BLOCK, 4 * BLOCK)
         loss.backward()
         y = x.detach().requires_grad_()
         (chain(y, 2) + chain(y[: BLOCK // 4] * 2, 6)).backward()
@@ -126,8 +127,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     with opened(tmp_path, everything(keep=5 * BLOCK)) as activations:
         for step in range(1, 4):
             x, loss = saved(activations)
-            assert activations.traffic().kept_bytes == step * 5 * BLOCK
-            assert activations._last is not None
+            assert activations.traffic().kept_bytes == step * 5 * BLOCK and activations._last is not None
             entries = [entry for found in activations._last.entries if (entry := found()) is not None]
             assert [entry.is_original for entry in entries] == 6 * [False] + 5 * [True]
             del entries
@@ -143,8 +143,7 @@ def test_the_file_does_not_grow_without_end(tmp_path: Path) -> None:
             with activations.forward(x):
                 loss = chain(x, choose.randint(1, 8))
             loss.backward()
-        largest = 8 * 16 * BLOCK
-        await_that(lambda: activations._store.files.tensors.core.file_bytes <= 2 * largest + (2 << 20))
+        await_that(lambda: activations._store.files.tensors.core.file_bytes <= 2 * 8 * 16 * BLOCK + (2 << 20))
         assert_nothing_is_left(activations)
         assert activations.host_bytes <= 16 * BLOCK
 
@@ -163,3 +162,73 @@ def test_freed_memory_goes_back_twice_in_a_pass(
     finish_writes(activations)  # backward would take back what waits to be written, and free nothing
     loss.backward()
     assert 1 <= len(calls) <= 4
+
+
+# ---- settings
+
+
+def test_defaults_and_text() -> None:
+    """Sizes may be text, and are kept as bytes. A dict of settings is as good as an instance."""
+    assert ActivationOffload() == ActivationOffload(keep="auto", min_bytes=262144)
+    settings = activation_offload({"keep": "1GB", "budget_bytes": "2GiB", "host_bytes": "64MiB"}, owner="x")
+    assert settings == ActivationOffload(keep=10**9, budget_bytes=2 << 30, host_bytes=64 << 20)
+    assert activation_offload(None, owner="x") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"keep": -1}, "keep=-1"),
+        ({"keep": "all"}, "keep='all'"),
+        ({"keep": True}, "keep=True"),
+        ({"budget_bytes": 4095}, "budget_bytes=4095"),
+        ({"host_bytes": 0}, "host_bytes=0"),
+        ({"storage_bytes": 1}, "storage_bytes=1"),
+        ({"min_bytes": 0}, "min_bytes=0"),
+        ({"verify": 1}, "verify=1"),
+        ({"keep": 16384, "budget_bytes": 8192, "min_bytes": 1}, "keep=16384, budget_bytes=8192"),
+        ({"host_bytes": 8192, "budget_bytes": 4096}, "host_bytes=8192, budget_bytes=4096"),
+        ({"host_bytes": 8192, "min_bytes": 8193}, "host_bytes=8192, min_bytes=8193"),
+        ({"storage_bytes": 8192, "min_bytes": 8193}, "storage_bytes=8192, min_bytes=8193"),
+        ({"budget_bytes": 8191, "min_bytes": 1}, "budget_bytes=8191, min_bytes=1"),
+        ({"host_bytes": 1 << 63}, f"host_bytes={1 << 63}"),
+        ({"budget": 1}, "no setting 'budget'"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], named: str) -> None:
+    """An error names the class, the value and what to do."""
+    with pytest.raises(ConfigError, match=r"ActivationOffload.*") as raised:
+        ActivationOffload(**settings)
+    assert named in str(raised.value)
+
+
+def test_sizes_of_which_one_tensor_fits() -> None:
+    """Nothing is refused that moves one tensor of the least size."""
+    ActivationOffload(host_bytes=12288, storage_bytes=12288, budget_bytes=12288, min_bytes=8193)
+    ActivationOffload(budget_bytes=8192, min_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("folders", "settings", "named"),
+    [
+        (None, {}, r"OffloadedActivations\(folders=None\)"),
+        ([], {}, r"OffloadedActivations\(folders=\[\]\)"),
+        (7, {}, r"OffloadedActivations\(folders=7\)"),
+        (["a", "a"], {}, r"OffloadedActivations\(folders=.*twice"),
+        ("a", {"settings": 7}, r"OffloadedActivations\(settings=7\)"),
+        ("a", {"settings": {"keep": -1}}, "keep=-1"),
+        ("a", {"transfer": 7}, r"OffloadedActivations\(transfer=7\)"),
+    ],
+)
+def test_what_the_context_manager_refuses(folders: Any, settings: dict[str, Any], named: str) -> None:
+    """Folders and settings are checked as those of a strategy, by the names that they have here."""
+    with pytest.raises(ConfigError, match=named):
+        OffloadedActivations(folders, **settings)
+
+
+def test_more_than_storage_has(tmp_path: Path) -> None:
+    """Storage needs as much free space as activations may take when the files are opened. No file is left otherwise."""
+    activations = OffloadedActivations(tmp_path / "new", settings={"storage_bytes": 1 << 60})
+    with pytest.raises(StorageFullError, match=r"activations need .* are free") as raised:
+        activations.open()
+    assert "storage_bytes" in raised.value.remedy and not (tmp_path / "new").exists()

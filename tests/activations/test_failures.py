@@ -6,6 +6,7 @@ import errno
 import shutil
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ TIGHT = everything(host_bytes=2 * BLOCK, budget_bytes=3 * BLOCK)
 )
 def test_a_write_that_fails(tmp_path: Path, at: int, number: int, error: type[StorageError]) -> None:
     """Nothing is lost: the tensor stays, nothing more is offloaded, and the failure is told once."""
-    faults = {"fail_write_at": at, "errno": number}
-    with opened(tmp_path, TIGHT, faults=faults) as activations, warnings.catch_warnings(record=True) as told:
+    with (
+        opened(tmp_path, TIGHT, faults={"fail_write_at": at, "errno": number}) as activations,
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always")
         for _ in range(2):
             before, was_stopped = activations.traffic(), activations._store.writes.stopped
@@ -46,11 +49,8 @@ def test_a_write_that_fails(tmp_path: Path, at: int, number: int, error: type[St
 
 def test_a_place_that_cannot_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full file system keeps the tensor where it is."""
+    refuse = Mock(side_effect=StorageFullError("The disk is full.", "Free space."))
     with opened(tmp_path, TIGHT) as activations:
-
-        def refuse(nbytes: int) -> None:
-            raise StorageFullError("The disk is full.", "Free space.")
-
         monkeypatch.setattr(activations._store.files.tensors, "add", refuse)
         with pytest.warns(UserWarning, match="The disk is full"):
             assert_step_is_right(activations)
@@ -85,8 +85,7 @@ def test_a_read_failure_that_is_noted(tmp_path: Path, at: int, kind: str, error:
         for retains in (True, False):
             assert activations.take_failure() is None
             loss.backward(retain_graph=retains)
-            assert x.grad.isnan().all()
-            assert isinstance(activations.take_failure(), error)
+            assert x.grad.isnan().all() and isinstance(activations.take_failure(), error)
         assert_nothing_is_left(activations)
         assert_step_is_right(activations)
 

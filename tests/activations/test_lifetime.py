@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from tests.activations.chains import (
 from tests.activations.models import everything, opened
 from tests.helpers.interrupts import Interrupt
 from tests.helpers.long_cases import long_but
+from tests.native.builds import assert_in_fork
 from tests.native.test_deadlines import interrupted
 
 __all__ = ["activations"]
@@ -174,22 +175,14 @@ def test_an_interrupt_on_any_line(
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # Python ignores an interrupt as an entry is deleted
     line, came = 0, True
     while came:
-        came = interrupted_step(activations, line)
+        with suppress(KeyboardInterrupt), Interrupt(line, MODULES).coming():
+            assert_step_is_right(activations)
+            came = False
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         assert_nothing_is_left(activations)
         assert_step_is_right(activations)
         line += every
     assert line > 1000
-
-
-def interrupted_step(activations: OffloadedActivations, line: int) -> bool:
-    """Interrupt a step before this line, and return whether it has such a line."""
-    try:
-        with Interrupt(line, MODULES).coming():
-            assert_step_is_right(activations)
-    except KeyboardInterrupt:
-        return True
-    return False
 
 
 def test_an_interrupt_when_an_entry_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,15 +275,13 @@ def test_closing_with_a_graph_alive(activations: OffloadedActivations) -> None:
 def test_a_forked_child(activations: OffloadedActivations) -> None:
     """It refuses forward and backward, and leaves its parent's memory and files alone."""
     x, loss = saved(activations)
-    child = os.fork()
-    if child == 0:
-        try:
-            for attempt in (loss.backward, lambda: saved(activations)):
-                with pytest.raises(StorageError, match="forked child"):
-                    attempt()
-            activations.close()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def refuses() -> bool:
+        for attempt in (loss.backward, lambda: saved(activations)):
+            with pytest.raises(StorageError, match="forked child"):
+                attempt()
+        activations.close()
+        return True
+
+    assert_in_fork(refuses)
     assert_right(x, loss)

@@ -6,9 +6,11 @@ import dataclasses
 import threading
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -16,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity.activations import OffloadedActivations, paused
 from lightning_smartinfinity.activations.entries import Source
-from lightning_smartinfinity.activations.geometry import geometry_of
+from lightning_smartinfinity.activations.geometry import Geometry, geometry_of, spread_out
 from lightning_smartinfinity.errors import StorageError, UnsupportedError
-from tests.activations.models import everything, opened
+from tests.activations.models import drop_memory, everything, opened
 from tests.helpers.waiting import join
 
 TIGHT = everything(host_bytes=4096, budget_bytes=4096)
@@ -89,10 +91,8 @@ def test_what_passes_through(tmp_path: Path) -> None:
             ]
 
         copies, _, found = through(activations, make, batch)
-        for one, other in zip(copies, found, strict=True):
-            assert torch.equal(one.to_dense(), other.to_dense())
-        assert found[5] is inputs[0] and found[3] is module.running_mean
-        assert activations.traffic().saved_bytes == 0
+        assert all(torch.equal(one.to_dense(), other.to_dense()) for one, other in zip(copies, found, strict=True))
+        assert found[5] is inputs[0] and found[3] is module.running_mean and activations.traffic().saved_bytes == 0
 
 
 def views() -> list[torch.Tensor]:
@@ -115,16 +115,6 @@ def views() -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("settings", [everything(), TIGHT], ids=["roomy", "tight"])
-def test_everything_is_restored(tmp_path: Path, settings: Any) -> None:
-    """Dtype, size, strides, offset and bits are those of the saved tensor, from the pool and from storage."""
-    with opened(tmp_path, settings) as activations:
-        copies, described, found = through(activations, views)
-        for copy, geometry, tensor in zip(copies, described, found, strict=True):
-            assert geometry_of(tensor) == geometry
-            assert torch.equal(copy, tensor)
-
-
 def many_parts() -> list[torch.Tensor]:
     whole = torch.randn(100, 100)
     return [whole[:, start : start + 40] for start in range(10)]
@@ -136,26 +126,35 @@ def of_a_parameter() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("make", "numel"),
+    ("make", "numel", "settings"),
     [
-        (lambda: [torch.randn(1000, 100)[:, :10]], 1000 * 10),
-        (lambda: [torch.randn(1000, 100)[:, :49]], 1000 * 49),
-        (lambda: [torch.randn(1000, 100)[:, :50]], 1000 * 100),
-        (many_parts, 100 * (40 + 40 + 100)),
-        (lambda: list(torch.randn(64, 96).chunk(3, dim=-1)), 64 * 96),
-        (of_a_parameter, 0),
+        pytest.param(views, None, everything(), id="views, roomy"),
+        pytest.param(views, None, TIGHT, id="views, tight"),
+        *(
+            pytest.param(make, numel, everything(), id=name)
+            for name, make, numel in [
+                ("a tenth", lambda: [torch.randn(1000, 100)[:, :10]], 1000 * 10),
+                ("less than half", lambda: [torch.randn(1000, 100)[:, :49]], 1000 * 49),
+                ("half", lambda: [torch.randn(1000, 100)[:, :50]], 1000 * 100),
+                ("many parts", many_parts, 100 * (40 + 40 + 100)),
+                ("parts of a projection", lambda: list(torch.randn(64, 96).chunk(3, dim=-1)), 64 * 96),
+                ("a parameter that nobody names", of_a_parameter, 0),
+            ]
+        ),
     ],
-    ids=["a tenth", "less than half", "half", "many parts", "parts of a projection", "a parameter that nobody names"],
 )
-def test_how_much_of_a_storage_is_stored(tmp_path: Path, make: Callable[[], list[torch.Tensor]], numel: int) -> None:
-    """What covers less than half of its storage is stored without the rest, as long as that is less than all.
+def test_everything_is_restored(
+    tmp_path: Path, make: Callable[[], list[torch.Tensor]], numel: int | None, settings: Any
+) -> None:
+    """Dtype, size, strides, offset and bits are those of the saved tensor, from the pool and from storage.
 
-    Parameters and their views are known by their type, as ZeRO-3 has taken their memory before forward begins.
+    What covers less than half of its storage is stored without the rest, as long as that is less than all. Parameters
+    and their views are known by their type, as ZeRO-3 has taken their memory before forward begins.
     """
-    with opened(tmp_path) as activations:
+    with opened(tmp_path, settings) as activations:
         copies, described, found = through(activations, make)
         assert all(map(torch.equal, copies, found)) and list(map(geometry_of, found)) == described
-        assert activations.traffic().saved_bytes == 4 * numel
+        assert numel is None or activations.traffic().saved_bytes == 4 * numel
 
 
 def test_a_tensor_that_changed_between_two_saves(tmp_path: Path) -> None:
@@ -169,8 +168,7 @@ def test_a_tensor_that_changed_between_two_saves(tmp_path: Path) -> None:
             loss = Save.apply(x, found, y).sum()
             y.data.mul_(1)
         loss.backward()
-        assert torch.equal(found[0], torch.arange(1000.0) + 1)
-        assert activations.traffic().deduplicated == 0
+        assert torch.equal(found[0], torch.arange(1000.0) + 1) and activations.traffic().deduplicated == 0
 
 
 def test_no_other_storage_has_the_identity_of_a_source() -> None:
@@ -322,3 +320,158 @@ def test_backward_in_other_threads(tmp_path: Path) -> None:
         join(*threads)
         backward(last)
     assert len(found) == 4 and all(torch.equal(each, expected) for each in found)
+
+
+# ---- tensors that few models save: whatever they are, gradients are those without offloading
+
+
+SIZE = 48
+
+
+class Keep(torch.autograd.Function):
+    """Saves what it is given, ``None`` included, and its output, and uses all of it, what comes first twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        y = x * 2
+        ctx.save_for_backward(x, None, *others, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, nothing, *others, y = ctx.saved_tensors
+        assert nothing is None and torch.equal(ctx.saved_tensors[0], x)
+        for other in others:
+            if other is not None:
+                values = other.to_dense() if other.is_sparse else other
+                gradient = gradient + values.to(torch.float32).sum()
+        return gradient * x + y, *(None for _ in others)
+
+
+def empty(x: torch.Tensor) -> torch.Tensor:
+    return (x[:, :0].exp().square().sum() + x.exp()).sin()
+
+
+def sparse(x: torch.Tensor) -> torch.Tensor:
+    return Keep.apply(x, torch.eye(SIZE).to_sparse()) + torch.sparse.mm(torch.eye(SIZE).to_sparse(), x.sin())
+
+
+def sparse_rows(x: torch.Tensor) -> torch.Tensor:
+    return Keep.apply(x) + torch.eye(SIZE).to_sparse_csr() @ x.sin()
+
+
+def eight_bits(x: torch.Tensor) -> torch.Tensor:
+    return Keep.apply(x, x.detach().to(torch.float8_e4m3fn), x.detach().to(torch.float8_e5m2).t())
+
+
+def nested(x: torch.Tensor) -> torch.Tensor:
+    rows = torch.nested.nested_tensor([x[:5], x[5:]], layout=torch.strided)
+    return Keep.apply(x, rows.to_padded_tensor(0.0)) + x.sin()
+
+
+def jagged(x: torch.Tensor) -> torch.Tensor:
+    rows = torch.nested.nested_tensor_from_jagged(x.sin(), torch.tensor([0, 5, SIZE]))
+    return rows.cos().sin().values()
+
+
+def scalars(x: torch.Tensor) -> torch.Tensor:
+    return x.mean().exp().sin() * x.tanh() * x.mean().cos()
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    z = torch.complex(x, x.cos()) * 2
+    return z.conj().imag.exp() + (z.conj() * z).real
+
+
+def views_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[:5].mul_(2)
+    z = y.sin()  # which saves y, not z
+    z[7].add_(1)
+    return z.cos()
+
+
+def forward_mode(x: torch.Tensor) -> torch.Tensor:
+    def function(y: torch.Tensor) -> torch.Tensor:
+        return (y.sin() @ x).tanh()
+
+    y, slope = torch.func.jvp(function, (x.exp(),), (torch.ones_like(x),))
+    return y - slope + Keep.apply(x, torch._efficientzerotensor((SIZE, SIZE)))  # type: ignore[no-untyped-call]
+
+
+def conjugated_parameter(x: torch.Tensor) -> torch.Tensor:
+    weight = nn.Parameter(torch.complex(x.detach().sin(), x.detach()))
+    z = torch.complex(x, x.cos())
+    return (z @ weight.conj()).abs() + (z @ weight.mH).abs() + (z * weight.t()).abs()
+
+
+def parameter_with_other_memory(x: torch.Tensor) -> torch.Tensor:
+    weight = nn.Parameter(x.detach().sin())
+    part = weight[1:]
+    weight.data = weight.data * 3
+    return (part * x[1:]).sum() + weight[1:] * x[1:].exp()
+
+
+def parameter_within_a_larger_storage(x: torch.Tensor) -> torch.Tensor:
+    weight = nn.Parameter(torch.arange(2.0 * SIZE)[:SIZE])
+    return weight.as_strided((SIZE,), (1,), SIZE) * x.exp() + weight * x.sin()
+
+
+CASES = {
+    each.__name__: each
+    for each in (
+        empty,
+        sparse,
+        sparse_rows,
+        eight_bits,
+        nested,
+        jagged,
+        scalars,
+        negated,
+        views_in_place,
+        forward_mode,
+        conjugated_parameter,
+        parameter_with_other_memory,
+        parameter_within_a_larger_storage,
+    )
+}
+
+
+def gradients_of(run: Callable[[torch.Tensor], torch.Tensor], activations: OffloadedActivations | None) -> torch.Tensor:
+    """Return the gradients of two backwards each of two forwards, with all memory dropped before the first."""
+    torch.manual_seed(0)
+    found = []
+    for _ in range(2):
+        x = torch.randn(SIZE, SIZE, requires_grad=True)
+        with nullcontext() if activations is None else activations.forward():
+            loss = run(x + 1).sum()
+        if activations is not None:
+            drop_memory(activations)
+        for retained in (True, False):
+            loss.backward(retain_graph=retained)
+        assert x.grad is not None
+        found.append(x.grad)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(tmp_path: Path, name: str) -> None:
+    """They are the same to the bit when everything is read from storage, and nothing is left behind."""
+    with opened(tmp_path, everything()) as activations:
+        found = gradients_of(CASES[name], activations)
+        assert activations.traffic().read_bytes > 0 and activations.storage_bytes == 0
+    assert torch.equal(found, gradients_of(CASES[name], None))
+
+
+def test_compact_copies_where_algorithms_are_deterministic() -> None:
+    """Memory before their elements is not used, although torch fills new tensors then."""
+    far = 100 << 20  # elements
+    values = torch.arange(1024.0)
+    before = psutil.Process().memory_info().rss
+    torch.use_deterministic_algorithms(True)
+    try:
+        tensor = spread_out(values.view(torch.uint8), Geometry(torch.float32, (1024,), (1,), far))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(tensor, values) and tensor.storage_offset() == far
+    assert psutil.Process().memory_info().rss - before < far
