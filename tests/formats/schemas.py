@@ -77,12 +77,10 @@ def schema(value: Any, depth: int = 8) -> Any:
 
 def written(folder: Path) -> Path:
     """Train in a folder, and return the folder with what the training has written."""
-    (folder / "run").mkdir()
-    run("fit_and_die", KIND, folder)
-    run("fit_and_save", KIND, folder)
-    (folder / VARIED / "run").mkdir(parents=True)
-    run("fit_and_die", VARIED, folder / VARIED)
-    run("fit_and_save", VARIED, folder / VARIED)
+    for kind, where in ((KIND, folder), (VARIED, folder / VARIED)):
+        (where / "run").mkdir(parents=True)
+        for action in ("fit_and_die", "fit_and_save"):
+            run(action, kind, where)
     fabric, transformers = (str(folder / name) for name in OTHERS)
     launch_fabric(FabricRun(fabric, kill_step=2))
     model = str(make_model_folder(folder / "model"))
@@ -181,9 +179,7 @@ def _varied(folder: Path) -> Schemas:
     return {
         "manifest": {f"manifest of {VARIED}": schema({**values, "groups": _names_only(values["groups"])})},
         "training record": {
-            f"engine of {VARIED}": {
-                key: schema(engine[key]) for key in ("dynamic_loss_scale", "loss_scaler", "overflow")
-            },
+            f"engine of {VARIED}": {key: schema(engine[key]) for key in scaler},
             f"loop of {VARIED}": schema({**loop, "checkpoint": {}}),
         },
         "checkpoint": {

@@ -86,7 +86,7 @@ def test_a_folder_that_another_rank_removes(tmp_path: Path, monkeypatch: pytest.
         if len(removed) < 2:
             os.rmdir(folder.path)
             removed.append(folder.path)
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            raise FileNotFoundError
         return real(folder)
 
     monkeypatch.setattr(OpenFolder, "open_unnamed", open_unnamed)
@@ -161,9 +161,9 @@ def test_memory_file_system_warns(is_direct: Asked, memory_folder: Path) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not is_direct(memory_folder, "off")
-    with pytest.raises(StorageError, match="tmpfs") as caught:
+    with pytest.raises(StorageError, match=r"tmpfs.*direct_io='auto'"):
         is_direct(memory_folder, "on")
-    assert "direct_io='auto'" in caught.value.remedy and tree(memory_folder) == set()
+    assert tree(memory_folder) == set()
 
 
 @for_both
