@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,8 +97,7 @@ def test_what_does_not_fit_is_changed(
     if broken is not None:
         assert [(each.place, each.phase, each.largest) for each in asked.broken] == broken
         assert chosen is not None and chosen.training == replace(TRAINING, **changed)
-    assert chosen is not None and chosen.fits
-    assert {name: getattr(chosen.training, name) for name in changed} == changed
+    assert chosen is not None and chosen.fits and {name: getattr(chosen.training, name) for name in changed} == changed
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,9 @@ def test_what_lies_on_the_disk() -> None:
     """Checkpoints and the one being saved, a third place of the state to save it from, and gradients with a budget."""
     three, default = owners(save_top_k=3), owners()
     assert three["checkpoints"] == 3 * three["checkpoint being saved"] > 3 * 12 * SEVEN.numel
-    assert "checkpoints" not in owners(save_top_k=0)
-    assert default["state being saved"] == default["optimizer state"] // 2
-    for changed in ({"asynchronous": False}, {"save_top_k": 0}, {"places": 1}):
-        assert "state being saved" not in owners(**changed)
+    assert "checkpoints" not in owners(save_top_k=0) and default["state being saved"] == default["optimizer state"] // 2
+    without = [owners(**changed) for changed in ({"asynchronous": False}, {"save_top_k": 0}, {"places": 1})]
+    assert not any("state being saved" in each for each in without)
     assert owners(gradient_budget=GB)["gradients"] == pytest.approx(14 * GB, rel=0.05) and "gradients" not in default
     # All of it is known to the byte, so that a full disk is not tight.
     plan = make_plan(SEVEN, TRAINING, replace(LARGE, disk=sum(default.values())), RATES)
@@ -143,13 +142,11 @@ def test_what_lies_in_memory() -> None:
 def test_a_drive_lives_as_long_as_it_may_write() -> None:
     """A step writes 12 bytes per parameter; parameters on storage add 2, and gradients what is beyond their budget."""
     assert written_bytes(SEVEN, TRAINING) == pytest.approx(12 * SEVEN.numel, rel=0.01)
-    stored = written_bytes(SEVEN, replace(TRAINING, offload_param="nvme"))
-    assert stored == pytest.approx(14 * SEVEN.numel, rel=0.01)
+    assert written_bytes(SEVEN, replace(TRAINING, offload_param="nvme")) == pytest.approx(14 * SEVEN.numel, rel=0.01)
     spilled = written_bytes(SEVEN, replace(TRAINING, gradient_budget=4 * GB)) - written_bytes(SEVEN, TRAINING)
     assert spilled == pytest.approx(10 * GB, rel=0.05)
     found = pace(SEVEN, TRAINING, RATES, on_gpu=True)
-    assert found is not None
-    assert found.life_in_steps(600) == pytest.approx(600e12 / written_bytes(SEVEN, TRAINING))
+    assert found is not None and found.life_in_steps(600) == pytest.approx(600e12 / written_bytes(SEVEN, TRAINING))
 
 
 def test_too_little_gpu_memory_for_activations_divides_the_batch() -> None:
@@ -170,8 +167,7 @@ def test_a_tenth_of_the_memory_is_left_where_that_is_possible() -> None:
         plan = make_plan(SEVEN, asked.training, small, RATES)
         assert plan.fits and {each.place for each in plan.tight} == ({Place.HOST} if is_tight else set())
         chosen = cheapest(SEVEN, asked.training, small, RATES)
-        assert chosen is not None and not chosen.tight
-        assert (chosen.training == asked.training) is not is_tight
+        assert chosen is not None and not chosen.tight and (chosen.training == asked.training) is not is_tight
     # Of a small model nearly all is what the libraries take, with any settings.
     narrow = cheapest(llama(0.02), TRAINING, replace(LARGE, host_memory=23 * GB // 10), RATES)
     assert narrow is not None and narrow.fits and {each.place for each in narrow.tight} == {Place.HOST}
@@ -202,16 +198,14 @@ def test_a_small_model_needs_no_storage() -> None:
 def test_batches_are_divided_down_to_single_sequences(batch: int, parts: list[int]) -> None:
     """The tokens of a step stay the same, whatever the batch is."""
     divided = [*_divided(replace(TRAINING, batch=batch))]
-    assert [each.batch for each in divided] == parts
-    assert {each.batch * each.accumulate for each in divided} == {batch}
+    assert ([each.batch for each in divided], {each.batch * each.accumulate for each in divided}) == (parts, {batch})
 
 
 def test_processes_on_a_cpu_share_its_cores() -> None:
     """Four processes compute four times as much on the same cores; each on a GPU of its own takes no longer."""
     for on_gpu, factor in ((False, 4), (True, 1)):
         one, four = (pace(SEVEN, replace(TRAINING, processes=n), RATES, on_gpu=on_gpu) for n in (1, 4))
-        assert one is not None and four is not None
-        assert four.forward.low == pytest.approx(factor * one.forward.low)
+        assert one is not None and four is not None and four.forward.low == pytest.approx(factor * one.forward.low)
 
 
 def test_measured_rates_make_figures() -> None:
@@ -261,8 +255,7 @@ PASSES = Passes(
 def test_a_number_becomes_a_shape_of_about_that_size(numel: float) -> None:
     """The shape has as many parameters as asked, within 8 %, and whole heads."""
     shape = llama_shape(round(numel))
-    assert sum(shape.sizes()) == pytest.approx(numel, rel=0.08)
-    assert shape.width % shape.heads == 0
+    assert (sum(shape.sizes()), shape.width % shape.heads) == (pytest.approx(numel, rel=0.08), 0)
 
 
 def test_sizes_are_those_of_transformers() -> None:
@@ -271,8 +264,7 @@ def test_sizes_are_those_of_transformers() -> None:
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=1, vocab_size=100
     )
-    model = transformers.LlamaForCausalLM(config)
-    assert shape.sizes() == tuple(param.numel() for param in model.parameters())
+    assert shape.sizes() == tuple(param.numel() for param in transformers.LlamaForCausalLM(config).parameters())
 
 
 def test_figures_of_a_model() -> None:
@@ -284,8 +276,7 @@ def test_figures_of_a_model() -> None:
     six, one = ([getattr(PASSES.of_batch(batch), name) for name in figures] for batch in (6, 1))
     assert (six, one) == ([3000, 4500, 900, 30.0], [500, 750, 150, 5.0])
     taken = [PASSES.activation_bytes(checkpointing=on, num_layers=n) for on, n in ((False, 4), (True, 4), (True, 1))]
-    assert taken == [1200, 200 + 500 - 300, 200 + 800 - 300]
-    assert PASSES.recomputed_flops(checkpointing=True) == 30.0
+    assert (taken, PASSES.recomputed_flops(checkpointing=True)) == ([1200, 200 + 500 - 300, 200 + 800 - 300], 30.0)
     model = ModelFigures(name="m", trained=(3, 4), frozen=(5,))
     assert (model.numel, model.trained_numel, model.largest) == (12, 7, 5)
     shape = llama_shape(6_738_415_616)  # Meta published 32 layers and a width of 4096 for Llama 7B
@@ -294,6 +285,7 @@ def test_figures_of_a_model() -> None:
 
 ASKED = Training(precision="bf16-true", build="configure_model", save_top_k=0, seq=2048)
 DESKTOP = Resources(host_memory=58 * GB, disk=2_000 * GB, cores=16, gpu_memory=21 * GB, num_gpus=1)
+SMALL, NARROW = replace(DESKTOP, host_memory=12 * GB, gpu_memory=12 * GB), replace(DESKTOP, disk=150 * GB)
 
 
 # A model whose embedding no usual budget would hold.
@@ -331,58 +323,67 @@ def test_what_trains_on_a_desktop(model: ModelFigures, machine: dict[str, int], 
 
 def test_no_other_combination_is_faster() -> None:
     """Every combination was tried, and none that fits is faster."""
-    resources = replace(DESKTOP, host_memory=12 * GB, gpu_memory=12 * GB)
-    plan = choose(SEVEN, ASKED, resources, RATES, Open(cache_bytes=False))
+    plan = choose(SEVEN, ASKED, SMALL, RATES, Open(cache_bytes=False))
     fitting = []
     for offload, held, gradients, bucket in product(OFFLOADS, (None, *BUDGETS), (None, *BUDGETS), (1 << 24, 1 << 20)):
         if held is None or offload == "nvme":
             one = replace(
                 ASKED, offload_param=offload, parameter_budget=held, gradient_budget=gradients, bucket_numel=bucket
             )
-            if make_plan(SEVEN, one, resources, RATES).fits:
+            if make_plan(SEVEN, one, SMALL, RATES).fits:
                 fitting.append(seconds_beside_update(SEVEN, one, RATES, on_gpu=True))
-    assert plan.fits
-    assert seconds_beside_update(SEVEN, plan.training, RATES, on_gpu=True) == min(fitting)
+    assert plan.fits and seconds_beside_update(SEVEN, plan.training, RATES, on_gpu=True) == min(fitting)
 
 
-def test_explicit_settings_win() -> None:
+GIVEN = replace(ASKED, offload_param="nvme", gradient_budget=3 * GB, parameter_budget=2 * GB)
+NOTHING = Open(
+    offload_param=False, parameter_budget=False, gradient_budget=False, cache_bytes=False, bucket_numel=False
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "open_", "fits", "expected"),
+    [
+        pytest.param(ASKED, SMALL, Open(), True, {}, id="all is open"),
+        pytest.param(ASKED, SMALL, Open(offload_param=False), False, {"offload_param": "none"}, id="the place is not"),
+        pytest.param(GIVEN, SMALL, NOTHING, True, vars(GIVEN), id="nothing is open"),
+        pytest.param(ASKED, NARROW, Open(), False, {}, id="no smaller state is allowed"),
+        pytest.param(
+            *(ASKED, NARROW, Open(state_formats=("bf16", "int8")), True, {"state_format": "bf16"}), id="one is allowed"
+        ),
+        pytest.param(
+            *(ASKED, DESKTOP, Open(state_formats=("int8",)), True, {"state_format": "fp32"}), id="it is not needed"
+        ),
+        pytest.param(
+            replace(ASKED, precision="16-true"),
+            *(NARROW, Open(state_formats=("int8_remainder", "bf16")), True, {"state_format": "bf16"}),
+            id="masters with a remainder need parameters in bf16",
+        ),
+    ],
+)
+def test_explicit_settings_win(
+    asked: Training, machine: Resources, open_: Open, fits: bool, expected: dict[str, Any]
+) -> None:
     """What is not open is never changed, though something else would fit; a smaller state only if it is allowed."""
-    small = replace(DESKTOP, host_memory=12 * GB, gpu_memory=12 * GB)
-    assert choose(SEVEN, ASKED, small, RATES, Open()).fits
-    closed = choose(SEVEN, ASKED, small, RATES, Open(offload_param=False))
-    assert not closed.fits and closed.training.offload_param == "none"
-    given = replace(ASKED, offload_param="nvme", gradient_budget=3 * GB, parameter_budget=2 * GB)
-    nothing = Open(
-        offload_param=False, parameter_budget=False, gradient_budget=False, cache_bytes=False, bucket_numel=False
-    )
-    plan = choose(SEVEN, given, small, RATES, nothing)
-    assert plan.fits and plan.training == given
-    narrow = replace(DESKTOP, disk=150 * GB)
-    assert not choose(SEVEN, ASKED, narrow, RATES, Open()).fits
-    plan = choose(SEVEN, ASKED, narrow, RATES, Open(state_formats=("bf16", "int8")))
-    assert plan.fits and plan.training.state_format == "bf16"
-    assert choose(SEVEN, ASKED, DESKTOP, RATES, Open(state_formats=("int8",))).training.state_format == "fp32"
+    plan = choose(SEVEN, asked, machine, RATES, open_)
+    assert (plan.fits, {name: getattr(plan.training, name) for name in expected}) == (fits, expected)
 
 
 def test_formats_that_do_not_exist_for_the_training_are_passed_over() -> None:
-    """RMSprop has its state in fp32 alone, and masters with a remainder need parameters in bf16; the table says so."""
-    small, open_ = replace(DESKTOP, disk=150 * GB), Open(state_formats=("int8_remainder", "bf16"))
-    asked = replace(ASKED, optimizer="RMSprop")
-    plan = choose(SEVEN, asked, small, RATES, open_)
+    """RMSprop has its state in fp32 alone, and the table says so."""
+    asked, open_ = replace(ASKED, optimizer="RMSprop"), Open(state_formats=("int8_remainder", "bf16"))
+    plan = choose(SEVEN, asked, NARROW, RATES, open_)
     assert not plan.fits and plan.training.state_format == "fp32"
-    words = plan_in_words(SEVEN, asked, plan, small, open_=open_)
+    words = plan_in_words(SEVEN, asked, plan, NARROW, open_=open_)
     assert "passed over for RMSprop in bf16-true: int8_remainder, bf16" in words
-    plan = choose(SEVEN, replace(ASKED, precision="16-true"), small, RATES, open_)
-    assert plan.fits and plan.training.state_format == "bf16"
-    assert "passed over" not in plan_in_words(SEVEN, ASKED, plan, small, open_=Open(state_formats=("bf16",)))
+    assert "passed over" not in plan_in_words(SEVEN, ASKED, plan, NARROW, open_=Open(state_formats=("bf16",)))
 
 
 def test_a_budget_of_parameters_puts_them_on_storage() -> None:
     """Nothing else is tried where the budget is given and the place is open, and the table names the place."""
     asked = replace(ASKED, offload_param="nvme", parameter_budget=2 * GB)
     plan = choose(SEVEN, asked, DESKTOP, RATES, Open(parameter_budget=False))
-    assert plan.fits
-    assert (plan.training.offload_param, plan.training.parameter_budget) == ("nvme", 2 * GB)
+    assert plan.fits and (plan.training.offload_param, plan.training.parameter_budget) == ("nvme", 2 * GB)
     words = plan_in_words(SEVEN, asked, plan, DESKTOP, open_=Open(parameter_budget=False))
     assert "offload_param device             nvme" in words and "parameter_bytes" not in words
 
@@ -406,8 +407,7 @@ def test_without_passes_the_roomiest_that_fits_is_taken() -> None:
     rates = assumed_rates(on_gpu=False, cores=8)
     on_cpu = replace(DESKTOP, gpu_memory=None, num_gpus=0)
     asked = replace(ASKED, gradient_budget=None)
-    roomy = choose(unknown, asked, on_cpu, rates, Open(cache_bytes=False))
-    assert roomy.training == asked
+    assert choose(unknown, asked, on_cpu, rates, Open(cache_bytes=False)).training == asked
     tight = choose(unknown, asked, replace(on_cpu, host_memory=20 * GB), rates, Open(cache_bytes=False))
     assert tight.training == replace(asked, gradient_budget=BUDGETS[0])
 
@@ -422,3 +422,98 @@ def test_a_budget_of_parameters_bounds_what_is_in_memory() -> None:
     on_cpu = {need.phase: need.owners for need in needs(SEVEN, replace(one, processes=2), on_gpu=False)}
     assert on_cpu["training"]["parameter buffers"] == 2 * (GB + in_flight)
     assert "gathered layers" not in on_cpu["training"]
+
+
+# ---- several machines share parameters, gradients and state, and pay for it on the network
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+NODES = (1, 2, 4, 8, 16, 32, 64)
+# Eight GPUs of 80 GB and eight drives of 4 TB, each of which reads 6 GB and writes 4 GB a second, on 400 Gbit/s.
+MACHINE = Resources(
+    host_memory=2 * 10**12, disk=32 * 10**12, cores=128, gpu_memory=80 * 10**9, num_gpus=8, drive_bytes=4 * 10**12
+)
+RATES_OF_A_NODE = replace(
+    assumed_rates(on_gpu=True, cores=128),
+    drive_read=Range.exactly(8 * 6e9),
+    drive_write=Range.exactly(8 * 4e9),
+    network=Range.exactly(50e9),
+)
+OF_A_NODE = Training(seq=2048, checkpointing=True, build="configure_model", precision="bf16-true", processes=8)
+
+
+MODELS = [llama(8, seq=2048), llama(70, seq=2048), llama(405, seq=2048)]
+
+
+def plan_of(model: ModelFigures, nodes: int) -> Plan:
+    return make_plan(model, replace(OF_A_NODE, nodes=nodes), MACHINE, RATES_OF_A_NODE)
+
+
+def most(plan: Plan, place: Place) -> int:
+    return max(need.total for need in plan.needs if need.place is place)
+
+
+def owner(plan: Plan, place: Place, name: str) -> int:
+    return max(need.owners.get(name, 0) for need in plan.needs if need.place is place)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_machines_share_state_and_parameters(model: ModelFigures) -> None:
+    """State, gradients and parameters of all machines stay the same, and no machine needs more than with fewer."""
+    plans = [plan_of(model, nodes) for nodes in NODES]
+    for nodes, plan in zip(NODES, plans, strict=True):
+        for place, name in (
+            (Place.DISK, "optimizer state"),
+            (Place.DISK, "checkpoints"),
+            (Place.HOST, "gradient_arena"),
+            (Place.GPU, "parameters"),
+        ):
+            one = owner(plans[0], place, name)
+            assert nodes * owner(plan, place, name) == pytest.approx(one, rel=0.02), (nodes, name)
+    for place in Place:
+        used = [most(plan, place) for plan in plans]
+        assert used == sorted(used, reverse=True), place
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_the_network_carries_gathers_and_gradients(model: ModelFigures) -> None:
+    """Two gathers and one reduction of all that other machines have, in 16 bit; each machine updates its part."""
+    paces = [(nodes, plan_of(model, nodes).pace) for nodes in NODES]
+    one = paces[0][1]
+    for nodes, found in paces:
+        assert found is not None and one is not None
+        assert found.network.low == pytest.approx(6 * model.numel * (nodes - 1) / nodes / 50e9)
+        assert found.step.low >= found.network.low + found.backward.low
+        assert nodes * found.update.low == pytest.approx(one.update.low, rel=0.1)
+        assert found.tokens_per_step == nodes * one.tokens_per_step
+        assert nodes * found.written_bytes == pytest.approx(one.written_bytes, rel=0.1)
+    twice, once = (pace(model, replace(OF_A_NODE, nodes=4, accumulate=n), RATES_OF_A_NODE, on_gpu=True) for n in (2, 1))
+    assert twice is not None and once is not None and twice.network.low == pytest.approx(2 * once.network.low)
+
+
+def test_processes_on_other_machines_count_as_those_of_this_one() -> None:
+    """What each GPU holds depends on the number of processes, wherever they are; a machine's memory on its own."""
+    far, near = (
+        {(need.place, need.phase): need for need in needs(MODELS[0], replace(OF_A_NODE, **how), on_gpu=True)}
+        for how in ({"processes": 1, "nodes": 8}, {"processes": 8})
+    )
+    assert far[Place.GPU, "training"].owners == near[Place.GPU, "training"].owners
+    assert 8 * far[Place.HOST, "training"].total == near[Place.HOST, "training"].total
+    # FSDP counts the GPUs of all machines, too.
+    on_four = alternatives(MODELS[1], replace(OF_A_NODE, nodes=4), MACHINE)
+    assert "FSDP over 32 GPUs" in [each.name for each in on_four]
+
+
+def test_the_page_has_these_figures() -> None:
+    """docs/planning.md shows what the planner says."""
+    heads = ("model", "machines", "GPU GB", "host GB", "disk TB", "network s", "update s", "step s")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for model, nodes in product(MODELS, NODES):
+        plan = plan_of(model, nodes)
+        assert plan.pace is not None
+        sizes = [f"{most(plan, place) / 1e9:.1f}" for place in (Place.GPU, Place.HOST)]
+        times = [f"{part.low:.2f} to {part.high:.2f}" for part in (plan.pace.update, plan.pace.step)]
+        cells = [*sizes, f"{most(plan, Place.DISK) / 1e12:.2f}", f"{plan.pace.network.low:.2f}", *times]
+        lines.append(f"| {model.name} | {nodes} | {' | '.join(cells)} |")
+    table = "\n".join(lines)
+    assert f"\n{table}\n" in PAGE, table

@@ -12,25 +12,32 @@ from hypothesis import strategies as st
 from lightning_smartinfinity.devices.smartssd import device
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.pipeline.gradients import compressed_gradients
-from lightning_smartinfinity.planning.simulator import handler
-from lightning_smartinfinity.planning.simulator.gradients import (
+from lightning_smartinfinity.planning import (
+    NUM_ARRAYS,
     BlockScaledPayload,
+    Channel,
     Dense,
+    Device,
+    Gpu,
     GradientForm,
+    Host,
+    Machine,
+    Overlap,
     Pairs,
+    System,
     TopKPayload,
+    Workload,
+    simulate_step,
 )
+from lightning_smartinfinity.planning.simulator import handler
 from lightning_smartinfinity.planning.simulator.handler import (
     Route,
     SimulatedBatch,
     tasklets_of_device,
     update_on_cards,
 )
-from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
-from lightning_smartinfinity.planning.simulator.step import Overlap, System, simulate_step
 from lightning_smartinfinity.planning.simulator.virtual_time import Path, Process, Resource, Simulation
 from lightning_smartinfinity.planning.simulator.wiring import connect
-from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS, Workload
 from lightning_smartinfinity.settings import BlockScaled, TopK
 
 MIB = 1 << 20
@@ -122,8 +129,7 @@ def test_compressed_gradients_travel_compressed() -> None:
 def test_payloads_are_those_of_the_codec(numel: int, ratio: float, dtype: tuple[str, int]) -> None:
     """The simulator's payload sizes equal the codec's to the byte."""
     name, value_bytes = dtype
-    codec = TopK(ratio, value_dtype=name).native()
-    assert TopKPayload(ratio, value_bytes).nbytes(numel) == codec.payload_bytes(numel)
+    assert TopKPayload(ratio, value_bytes).nbytes(numel) == TopK(ratio, value_dtype=name).native().payload_bytes(numel)
     assert BlockScaledPayload().nbytes(numel) == BlockScaled().native().payload_bytes(numel)
 
 
@@ -171,8 +177,7 @@ def test_forward_hides_the_update(system: System, duplex: bool) -> None:
     of = workload()
     none = simulate_step(machine(duplex=duplex), of, system)
     both = simulate_step(machine(duplex=duplex), of, system, overlap=Overlap.FORWARD)
-    assert none.step == pytest.approx(none.forward + none.backward + none.update)
-    assert both.traffic == none.traffic
+    assert (none.step, both.traffic) == (pytest.approx(none.forward + none.backward + none.update), none.traffic)
     assert none.update + none.backward - none.update / 6 < both.step < none.step
 
 
@@ -200,8 +205,7 @@ def test_large_models_have_larger_tasklets(monkeypatch: pytest.MonkeyPatch, syst
     for numel in (few, many):
         with mock.patch.object(Simulation, "work", autospec=True, side_effect=Simulation.work) as work:
             step = simulate_step(figures, workload(numel=numel, tasklet_bytes=None), system).step
-        assert work.call_count < 50 * 8 + 40
-        assert step / numel == pytest.approx(exact / few, rel=0.04)
+        assert work.call_count < 50 * 8 + 40 and step / numel == pytest.approx(exact / few, rel=0.04)
 
 
 def test_up_to_4096_tasklets_are_those_of_training() -> None:

@@ -82,8 +82,7 @@ def test_bytes_on_disk(both: tuple[Any, ...]) -> None:
     """State and parameters on storage are met to the byte, the checkpoint within 64 KiB."""
     _, _, plan, run = both
     (need,) = [each for each in plan.needs if each.place is Place.DISK]
-    assert need.owners["optimizer state"] == run["state"]
-    assert need.owners.get("parameters", 0) == run["parameters"]
+    assert (need.owners["optimizer state"], need.owners.get("parameters", 0)) == (run["state"], run["parameters"])
     assert need.owners["checkpoint being saved"] == pytest.approx(run["checkpoint"], abs=64 * 1024)
 
 
