@@ -13,6 +13,7 @@ from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -272,6 +273,9 @@ def recorded(folder: Path, *, num_records: int, num_later: int = 0) -> Path:
     return left(folder, generations=num_records + num_later, steps=range(num_records), content=b"what a loop needs")
 
 
+fails = Mock(side_effect=StorageFullError("A test has no space for the record.", "Let it go on."))
+
+
 def test_a_training_record_that_fails_has_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one has the number that the same record has on ranks where none has failed."""
     store = create([tmp_path])
@@ -284,10 +288,6 @@ def test_a_training_record_that_fails_has_a_number(tmp_path: Path, monkeypatch: 
     store.close(remove=False)
     _, records = find_resumable([tmp_path], job="default", rank=0)
     assert [(record.number, record.step) for record in records] == [(4, 3)]
-
-
-def fails(*_: Any, **__: Any) -> int:
-    raise StorageFullError("A test has no space for the record.", "Let it go on.")
 
 
 def damage(file: Path) -> None:
@@ -360,13 +360,9 @@ def test_training_records_of_a_newer_version(tmp_path: Path) -> None:
         )
         file.write_bytes(newer + crc32c(newer).to_bytes(4, "little"))
     before, said = power_loss.content(tmp_path), re.escape("lightning-smartinfinity, 9.9.9, in format version 99.")
-    for look in (
-        lambda: find_resumable([tmp_path], job="default", rank=0),
-        lambda: find_parts([tmp_path], ["default"]),
-    ):
-        with pytest.raises(StorageError, match=said) as caught:
-            look()
-        assert "Use version 9.9.9" in caught.value.remedy and "--remove default" in caught.value.remedy
+    for look in (partial(find_resumable, job="default", rank=0), partial(find_parts, jobs=["default"])):
+        with pytest.raises(StorageError, match=rf"{said}.*Use version 9\.9\.9.*--remove default"):
+            look([tmp_path])
     job = find_job(tmp_path, "default")
     assert job is not None and job.resumable_step is None and re.search(said, job.problems[0])
     assert re.search(said, scrub_rank([folder], rank=0, show=hidden).unknown[0])
@@ -494,15 +490,13 @@ def test_no_record_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("last", [0, 1, 2])
 def test_a_record_that_was_erased(last: int, tmp_path: Path) -> None:
     """A commit that was rolled back, or that never came, leaves nothing to warn of or to report."""
-    store = create([tmp_path], world_size=1)
+    store, folder = create([tmp_path], world_size=1), tmp_path / "default/rank-00000"
     for generation in range(last + 2):
         commit_generation(store, generation)
-        if generation <= last:
-            assert records_of(OpenFolder(tmp_path / "default/rank-00000"), store.manifest).problem is None
+        assert records_of(OpenFolder(folder), store.manifest).problem is None
     store.revert()
     store.close(remove=False)
-    assert scrub_rank([tmp_path / "default/rank-00000"], rank=0, show=hidden).unknown == ()
-    assert recovered_silently(tmp_path) == last
+    assert scrub_rank([folder], rank=0, show=hidden).unknown == () and recovered_silently(tmp_path) == last
 
 
 def test_short_transfers_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
