@@ -36,6 +36,7 @@ from lightning_smartinfinity.zero3.ranks.watchdog import begin_watch, end_watch,
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 if TYPE_CHECKING:
+    from lightning_smartinfinity.pipeline.handler import TransferHandler
     from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
     from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
     from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
@@ -79,6 +80,7 @@ class TrainingSession(ABC):
         self._local_world_size, self._on_cuda = 1, False
         # The engine of the last training. Later runs may replace the strategy's engine, but only this one can save.
         self._training_engine: SmartInfinityEngine | None = None
+        self._closed_at_exit: tuple[TransferHandler, weakref.finalize[Any, Any]] | None = None
         self._watch = 0
         # The swapper of parameters on storage.
         self._parameters: ParameterSwapper | None = None
@@ -290,8 +292,7 @@ class TrainingSession(ABC):
         take_over(optimizer, engine)
         if self._has_fp32_in_memory(model):
             note_fp32_in_memory(model.parameters())
-        # The finalizer also runs at interpreter exit: storage is left empty unless the settings keep the state.
-        weakref.finalize(self, engine.optimizer.rank_state.closer())
+        self._close_at_exit(engine.optimizer.rank_state)
         self._training_engine = engine
         if not offload.resumes:
             if earlier:
@@ -300,6 +301,12 @@ class TrainingSession(ABC):
         if kept is not None:
             kept.bring_into(engine.optimizer)
         return engine, rest
+
+    def _close_at_exit(self, state: RankState) -> None:
+        """Close the state when the session is deleted or the interpreter exits; its settings say whether it stays."""
+        if self._closed_at_exit is not None and self._closed_at_exit[0].is_closed:
+            self._closed_at_exit[1].detach()  # it would hold the manifest of every training
+        self._closed_at_exit = state.handler, weakref.finalize(self, state.closer())
 
     @abstractmethod
     def _has_fp32_in_memory(self, model: torch.nn.Module) -> bool:

@@ -143,7 +143,7 @@ class SmartInfinityTraining(TrainingSession):
         self._given = self._settings
         check(type(self).__name__, "weights_only", weights_only, instance(bool))
         self._weights_only = weights_only
-        self._contexts = ExitStack()
+        self._contexts, self._of_arguments = ExitStack(), ExitStack()
         self._last_model: torch.nn.Module | None = None
         self._checkpoint: Path | None = None  # the checkpoint being saved
         self._trained: list[weakref.ref[Trainer]] = []
@@ -212,6 +212,7 @@ class SmartInfinityTraining(TrainingSession):
             contexts.enter_context(gathering_when_called(lambda: self._engine_config))
             _ACTIVE.append(self)
             contexts.callback(_ACTIVE.remove, self)
+            self._of_arguments = contexts.enter_context(ExitStack())
             self._contexts = contexts.pop_all()
         return self
 
@@ -253,8 +254,9 @@ class SmartInfinityTraining(TrainingSession):
         check_arguments(args)
         self._engine_config = config
         self._follow(args)
-        self._contexts.enter_context(self._parameters_on_storage())
-        self._contexts.enter_context(releasing_pages())
+        self._of_arguments.close()  # those of earlier arguments
+        self._of_arguments.enter_context(self._parameters_on_storage())
+        self._of_arguments.enter_context(releasing_pages())
 
     def _follow(self, args: Arguments) -> None:
         """Place the storage in the arguments' output folder, or name the job after that folder."""
