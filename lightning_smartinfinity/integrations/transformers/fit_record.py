@@ -112,9 +112,12 @@ class TransformersFitRecord(FitRecord):
         """Record no longer, and forget what the last training resumed from."""
         super().end()
         self.loop, self._last, self.resumes = None, None, False
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
+        """Remove the folder of :meth:`prepare_resume`, once the Trainer has read it: a kill would leave it."""
         if self._folder is not None:
             self._folder.cleanup()
-            self._folder = None
 
 
 class RecordedTraining:
@@ -199,6 +202,7 @@ class RecordedTraining:
         self._batches = Batches(epoch["train_dataloader"])
         if not self._has_begun:
             self._has_begun = True
+            self._record.remove_folder()
             self._record.begin(
                 self._engine(), self._settings.transfer, says=bool(self._trainer.is_world_process_zero())
             )
@@ -331,24 +335,20 @@ class RecordedTraining:
     def _used_of_other_data(self, loop: ClientState, used: int, steps: int) -> int:
         """Move the position to the same sample if the batch size or the data changed; return the used batches."""
         args, now = self._trainer.args, self._trainer.args.train_batch_size
-        before = loop[_STATE]["train_batch_size"] or now
+        sizes = (loop[_STATE].get("train_batch_size") or now, now)
         if not self._continues:
             return used
         assert self._batches is not None
         window = args.gradient_accumulation_steps
-        moved = self._batches.moved(loop["batches"], sizes=(before, now), window=window, steps=steps)
+        moved = self._batches.moved(loop["batches"], sizes=sizes, window=window, steps=steps)
         if moved is None:
             return used
         loop["batches"], told = moved
         if self._trainer.is_world_process_zero():
-            warnings.warn(
-                f"{told}The training ends at max_steps={self._trainer.state.max_steps}, which counts the earlier steps, so "
-                f"the last epoch may end early. To go on exactly, pass per_device_train_batch_size={before} and the same "
-                "data.",
-                stacklevel=2,
-            )
-        moved_to: int = loop["batches"]["state"]["num_fetched"]
-        return moved_to
+            told += f"The training ends at max_steps={self._trainer.state.max_steps}, which counts the earlier steps: "
+            told += "the last epoch may end early. To go on exactly, pass the same data and "
+            warnings.warn(f"{told}per_device_train_batch_size={sizes[0]}.", stacklevel=2)
+        return int(loop["batches"]["state"]["num_fetched"])
 
     @property
     def _continues(self) -> bool:
