@@ -40,7 +40,7 @@ from lightning_smartinfinity.storage.state.commit_record import (
     record_bytes,
     write_record,
 )
-from lightning_smartinfinity.storage.state.parts import find_parts
+from lightning_smartinfinity.storage.state.parts import find_parts, look_at
 from lightning_smartinfinity.storage.state.recovery import records_of
 from lightning_smartinfinity.storage.state.scrub import scrub_rank
 from tests.helpers import power_loss
@@ -141,6 +141,8 @@ def layout(**changes: Any) -> Change:
                 {"job": 5},
                 {"arrays": ["master", "exp_avg"]},
                 {"durability": "none"},
+                {"folders": [1 << 63]},
+                {"folders": ["/nvme\0"]},
             )
         ),
         *(
@@ -290,6 +292,20 @@ def test_a_training_record_that_fails_has_a_number(tmp_path: Path, monkeypatch: 
     assert [(record.number, record.step) for record in records] == [(4, 3)]
 
 
+def test_a_kill_before_the_first_training_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves one empty file, which is no damage: a training from a checkpoint begins with a later generation."""
+    monkeypatch.setattr(record_writes, "write_training_record", fails)
+    store = create([tmp_path])
+    for generation in range(2):
+        commit_generation(store, generation)
+    with pytest.raises(StorageFullError):
+        store.record_training(generation=1, step=9, content=b"", has_steps=False)
+    with pytest.raises(StorageFullError):
+        store.records.end("a callback holds a lock.")
+    store.close(remove=False)
+    assert not look_at(OpenFolder(tmp_path / "default/rank-00000")).is_damaged
+
+
 def damage(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"?")
 
@@ -382,6 +398,12 @@ def test_training_records_of_no_use(tmp_path: Path) -> None:
     for file in both.rglob("training-*.bin"):
         damage(file)
     assert re.search(r"records '.*0.bin' and '.*1.bin' are damaged\.", refusal(both))
+    for num_records in (1, 2):  # emptied, as by a power loss soon after the start
+        empty = recorded(tmp_path / f"empty {num_records}", num_records=num_records)
+        for file in empty.glob("training-*.bin"):
+            os.truncate(file, 0)
+        assert look_at(OpenFolder(empty)).is_damaged == (num_records == 2)
+    assert re.search(r"records '.*0.bin' and '.*1.bin' are damaged\.", refusal(tmp_path / "empty 2"))
     recorded(late, num_records=2, num_later=2)
     assert "after its last record (step 1): several optimizer steps" in refusal(late)
     recorded(ended, num_records=2)

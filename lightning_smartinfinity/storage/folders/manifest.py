@@ -230,6 +230,8 @@ def _from_json(values: Mapping[str, Any]) -> Manifest:
             tasklet_bytes=int(values.get("tasklet_bytes", 0)),
         ),
     )
+    if not all(isinstance(folder, str) and "\0" not in folder for folder in manifest.folders):
+        raise ValueError("a folder is not a path")
     if manifest.extents.places_per_tasklet != TransferConfig(durability=manifest.durability).places_per_tasklet:
         raise ValueError("durability and num_slots contradict each other")
     if len(set(manifest.description.arrays)) != manifest.extents.num_arrays:
