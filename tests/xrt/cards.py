@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from dataclasses import dataclass
 
-from tests.helpers.waiting import LIMIT
+from tests.helpers.waiting import await_that
 from tests.xrt.builds import EmulatorBuild
 
 ALL = -1
@@ -151,17 +150,16 @@ class EmulatedCards:
             if event.name in (names or (event.name,)) and card in (None, event.card)
         ]
 
-    def wait_for(self, name: str, *, card: int | None = None, count: int = 1, timeout: float = LIMIT) -> None:
+    def wait_for(self, name: str, *, card: int | None = None, count: int = 1) -> None:
         """Return once an event has happened so often.
 
         Raises:
-            TimeoutError: It has not happened so often in time.
+            AssertionError: It has not happened so often in time.
         """
-        until = time.monotonic() + timeout
-        while len(self.events(name, card=card)) < count:
-            if time.monotonic() > until:
-                raise TimeoutError(f"no {count} events {name!r} in {timeout} s: {self.events()}")
-            time.sleep(0.001)
+        await_that(
+            lambda: len(self.events(name, card=card)) >= count,
+            told=lambda: f"{count} events {name!r}: {self.events()}",
+        )
 
     def _call(self, name: str, *arguments: object) -> None:
         error = getattr(self._calls, f"smart_infinity_card_{name}")(*arguments)
