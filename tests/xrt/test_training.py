@@ -34,7 +34,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
-from tests.helpers.trainers import fit, quiet_trainer
+from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT, lenient
 from tests.training.test_compression import select_on_cpu
 from tests.xrt.cards import EmulatedCards
@@ -60,6 +60,7 @@ class Reporting(LitTiny):
     """Keeps its final state, which it reads before the storage is closed."""
 
     arrays: list[dict[str, torch.Tensor]]
+    resumed: Path | None = None  # the checkpoint that it goes on from
 
     def on_train_end(self) -> None:
         self.arrays = arrays_of(self.trainer)
@@ -81,8 +82,13 @@ def on_host(root: Path) -> SmartInfinityStrategy:
 def trained(recipe: Recipe, root: Path, strategy: SmartInfinityStrategy, module: Any = None, **settings: Any) -> Any:
     """Fit a module, by default one that reports, close the strategy and return the module."""
     module = module or Reporting(recipe)
-    settings = {"precision": recipe.precision, "max_steps": recipe.max_steps, **settings}
-    fit(module, root, strategy, accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip, **settings)
+    of_recipe = {
+        "precision": recipe.precision,
+        "max_steps": recipe.max_steps,
+        "accumulate_grad_batches": recipe.accumulate,
+        "gradient_clip_val": recipe.clip,
+    }
+    quiet_trainer(root, strategy, **{**of_recipe, **settings}).fit(module, ckpt_path=module.resumed)
     strategy.close()
     return module
 
@@ -164,8 +170,8 @@ def test_resumes_on_cards_what_the_host_began(emulated_cards: EmulatedCards, tmp
         on_host(tmp_path / "again"),
     ]
     losses, checkpoint = [], None
+    settings: dict[str, Any] = {"precision": recipe.precision, "accumulate_grad_batches": recipe.accumulate}
     for number, strategy in enumerate(strategies):
-        settings: dict[str, Any] = {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
         trainer = quiet_trainer(tmp_path, strategy, max_steps=2 * number + 2, **settings)
         module = Reporting(recipe)
         trainer.fit(module, ckpt_path=checkpoint)
@@ -183,15 +189,13 @@ def test_gradient_files_are_counted_before_anything_is_made(
     """If one byte is missing for state and gradients, training does not begin, and the error names the other route."""
     asked: list[SpaceRequest] = []
     monkeypatch.setattr(storage, "require_space", asked.extend)
-    recipe = Recipe(depth=1, precision="bf16-mixed")
+    recipe = Recipe(depth=1, precision="bf16-mixed", max_steps=1)
 
-    def train(name: str, route: str) -> None:
-        strategy = on_cards(emulated_cards, tmp_path / name, config={"gradient_route": route})
-        fit(LitTiny(recipe), tmp_path / name, strategy, max_steps=1, precision=recipe.precision)
-        strategy.close()
+    def train(folder: Path) -> None:
+        trained(recipe, folder, on_cards(emulated_cards, folder, config={"gradient_route": "storage"}))
 
     with mock.patch.object(device, "open_gradient_file", side_effect=open_gradient_file) as make:
-        train("enough", "storage")
+        train(tmp_path / "enough")
     gradients = [request.needed_bytes for request in asked if "gradients" in request.what]
     # On each card three buffers of 4096 elements.
     assert gradients == [call.args[1] for call in make.call_args_list] == 2 * [3 * 8 * 1024]
@@ -202,7 +206,7 @@ def test_gradient_files_are_counted_before_anything_is_made(
         StorageFullError,
         match=r"The gradients on their way to SmartSSDs and the optimizer state need .*gradient_route='host'",
     ):
-        train("too-little", "storage")
+        train(tmp_path / "too-little")
     assert not list((tmp_path / "too-little").rglob("*.bin"))
 
 
@@ -257,11 +261,8 @@ class Failing(Reporting):
         self.at("end")
 
 
-def fitted(root: Path, strategy: SmartInfinityStrategy, module: Failing, **settings: Any) -> Failing:
-    settings = {"max_steps": RECIPE.max_steps, "val_check_interval": 2, **settings}
-    quiet_trainer(root, strategy, **settings).fit(module, ckpt_path=module.resumed)
-    strategy.close()
-    return module
+def fitted(root: Path, strategy: SmartInfinityStrategy, module: Failing, **settings: Any) -> Any:
+    return trained(RECIPE, root, strategy, module, val_check_interval=2, **settings)
 
 
 @pytest.fixture(scope="module")
