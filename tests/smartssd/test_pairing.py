@@ -16,7 +16,8 @@ from lightning_smartinfinity.devices.smartssd.discovery.card_setup import paired
 from lightning_smartinfinity.devices.smartssd.discovery.ssds import ssd_of
 from tests.smartssd.fake_machine import Machine, smartssd
 
-SWITCH = "pci0000:00/0000:00:01.0/0000:01:00.0"
+SWITCH = CONTROLLER = "pci0000:00/0000:00:01.0/0000:01:00.0"
+OTHER = "pci0000:00/0000:00:02.0/0000:02:00.0"
 
 
 @pytest.fixture
@@ -46,18 +47,15 @@ def below_switch(machine: Machine, *, cards: int = 1, ssds: int = 1) -> None:
     machine.mount("/mnt/a", "259:5")
 
 
-def two_root_ports(machine: Machine) -> None:
-    machine.card("pci0000:00/0000:00:01.0/0000:01:00.1")
-    machine.ssd("pci0000:00/0000:00:02.0/0000:02:00.0", device="259:0")
+def one_of_each(machine: Machine, *, card: str, ssd: str) -> None:
+    machine.card(card)
+    machine.ssd(ssd, device="259:0")
     machine.mount("/mnt/a", "259:0")
 
 
-def vmd(machine: Machine) -> None:
-    """Add Intel's VMD, which adds a root complex whose domain has five digits."""
-    switch = "pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:06.0/10000:e1:00.0"
-    machine.card(f"{switch}/10000:e2:00.1")
-    machine.ssd(f"{switch}/10000:e3:00.0", device="259:0")
-    machine.mount("/mnt/a", "259:0")
+TWO_ROOT_PORTS = partial(one_of_each, card="pci0000:00/0000:00:01.0/0000:01:00.1", ssd=OTHER)
+# Intel's VMD adds a root complex whose domain has five digits.
+VMD = "pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:06.0/10000:e1:00.0"
 
 
 def emulation(machine: Machine) -> None:
@@ -79,7 +77,12 @@ ONE, TWO = "/mnt/nvme0", "/mnt/nvme1"
             ["0000:62:00.1", "0000:42:00.1", "0000:72:00.1"],
         ),
         (partial(smartssds, number=1), (ONE,), None, ["0000:42:00.1"]),
-        (vmd, ("/mnt/a",), None, ["10000:e2:00.1"]),
+        (
+            partial(one_of_each, card=f"{VMD}/10000:e2:00.1", ssd=f"{VMD}/10000:e3:00.0"),
+            ("/mnt/a",),
+            None,
+            ["10000:e2:00.1"],
+        ),
         (partial(below_switch, cards=2), ("/mnt/a",), ["03:00.1"], ["0000:03:00.1"]),
         # Cards are named by address, with or without domain, or by number.
         (partial(smartssds, number=2), (ONE, TWO), ["0000:42:00.1", "0000:52:00.1"], ["0000:42:00.1", "0000:52:00.1"]),
@@ -115,7 +118,7 @@ def test_pairs(
         ),
         (partial(smartssds, number=1), ("/mnt/plain",), None, r"belongs to 0000:43:00\.0"),
         # A common root complex does not count as a common switch.
-        (two_root_ports, ("/mnt/a",), None, "No card shares a PCIe switch"),
+        (TWO_ROOT_PORTS, ("/mnt/a",), None, "No card shares a PCIe switch"),
         (partial(below_switch, cards=2), ("/mnt/a",), None, "equally near"),
         (partial(below_switch, ssds=2), ("/mnt/a",), None, "belongs to"),
         (partial(smartssds, number=1), (f"{ONE}/a", f"{ONE}/b"), None, r"share one SSD \(0000:43:00\.0\)"),
@@ -162,9 +165,6 @@ def test_no_card(machine: Machine) -> None:
 
 
 # ---- the SSD below a storage folder, and the layers in between that are refused
-
-
-CONTROLLER, OTHER = "pci0000:00/0000:00:01.0/0000:01:00.0", "pci0000:00/0000:00:02.0/0000:02:00.0"
 
 
 @pytest.mark.parametrize(("kind", "partition"), [("ext4", ""), ("xfs", "p1"), ("ext4", "p12")])
