@@ -115,13 +115,23 @@ class TrainingRecords:
         self.current, self.nbytes = record, self.nbytes + len(written)
 
     def _write(self, record: TrainingRecord) -> int:
-        if self.current is None:
-            self._folder.allocate_missing(*TRAINING_NAMES)
         residual = residual_of(record, self._identity)
         if residual is not None:
             # Allocate both files at once, so that a full disk raises before the first one is written.
             self._folder.allocate_missing(*RESIDUAL_NAMES, num_bytes=residual.file_bytes)
-        return write_training_record(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
+        return self._put(record)
+
+    def _put(self, record: TrainingRecord) -> int:
+        """Write a record, and return its size in bytes.
+
+        The other file is made afterwards, so that a kill never leaves two empty files, which are damaged.
+        """
+        if self.current is None:
+            self._folder.allocate_missing(record_name(record.number))
+        nbytes = write_training_record(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
+        if self.current is None:
+            self._folder.allocate_missing(*TRAINING_NAMES)
+        return nbytes
 
     def write_residual(self, generation: int) -> None:
         """Start to write the residual that belongs to the current record, if the record is of this generation.
@@ -202,9 +212,8 @@ class TrainingRecords:
         self._in_time("Ending the training records in", self._path, self._end, record)
 
     def _end(self, record: TrainingRecord) -> None:
-        self._folder.allocate_missing(*TRAINING_NAMES)
+        self._put(record)
         erase_training_record(self._folder.inside, record.number + 1)
-        write_training_record(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
 
     def resume_from(self, number: int, *, run: bytes) -> None:
         """Make the record of this number current, and erase a newer one, whose generation will be another state.

@@ -161,18 +161,24 @@ def read_training_records(folder: OpenFolder, *, identity: native.Identity) -> l
     return sorted(filter(None, found), key=lambda record: record.number, reverse=True)
 
 
-def damaged_training_records(folder: OpenFolder, *, identity: native.Identity) -> list[str]:
-    """Return the names of the files that are not empty, but hold no intact record.
+def damaged_training_records(folder: OpenFolder, *, identity: native.Identity, has_steps: bool = False) -> list[str]:
+    """Return the names of the files that are damaged: they are not empty, but hold no intact record.
+
+    Args:
+        folder: The rank's first folder.
+        identity: Identity of the store.
+        has_steps: Whether the training may have taken a step. Then two empty files are damaged, too: the second one is
+            made after the first record was written.
 
     Raises:
         StorageError: As for :func:`read_training_records`.
     """
-    found = []
-    for number, name in enumerate(TRAINING_NAMES):
-        status = folder.status(name)
-        if status is not None and status.st_size > 0 and _read(folder, number, identity) is None:
-            found.append(name)
-    return found
+    sizes = [None if (status := folder.status(name)) is None else status.st_size for name in TRAINING_NAMES]
+    if has_steps and not any(size != 0 for size in sizes):
+        return list(TRAINING_NAMES)
+    return [
+        name for number, name in enumerate(TRAINING_NAMES) if sizes[number] and _read(folder, number, identity) is None
+    ]
 
 
 def _read(folder: OpenFolder, number: int, identity: native.Identity) -> TrainingRecord | None:

@@ -22,8 +22,12 @@ from lightning_smartinfinity.storage.folders.rank_folder import (
     rank_folder_path,
 )
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
-from lightning_smartinfinity.storage.records.training_record import damaged_training_records
-from lightning_smartinfinity.storage.state.recovery import committed_records, records_of, written_records
+from lightning_smartinfinity.storage.state.recovery import (
+    committed_records,
+    damaged_records,
+    records_of,
+    written_records,
+)
 
 __all__ = ["Part", "Point", "find_parts", "first_manifest", "look_at", "points_of"]
 
@@ -211,7 +215,7 @@ def _has_damaged_records(folder: OpenFolder, manifest: Manifest) -> bool:
     """Return whether damaged records in a rank's first folder may hide that a step was taken."""
     if manifest.device != 0 or folder.status(COMMIT_NAME) is None:
         return False
-    return bool(damaged_training_records(folder, identity=manifest.identity)) or (
+    return bool(damaged_records(folder, manifest)) or (
         records_of(folder, manifest).problem is not None
         and any(record.number > 0 for record in written_records(folder, manifest))
     )

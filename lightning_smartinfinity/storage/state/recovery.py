@@ -37,6 +37,7 @@ __all__ = [
     "complete_generations",
     "contradiction",
     "damaged_beside",
+    "damaged_records",
     "first_mismatch",
     "newest_complete",
     "records_of",
@@ -243,8 +244,19 @@ def damaged_beside(
     goes_on = "" if step is None else f" A training that resumes goes on from step {step}."
     return [
         f"The training record {str(folder.path / name)!r} is damaged, or a kill cut its write off.{goes_on}"
-        for name in damaged_training_records(folder, identity=manifest.identity)
+        for name in damaged_records(folder, manifest)
     ]
+
+
+def damaged_records(folder: OpenFolder, manifest: Manifest) -> list[str]:
+    """Return the names of a store's training records that are damaged, or were lost by a power loss.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    intact, problem = records_of(folder, manifest)
+    has_steps = problem is not None or any(record.generation > 0 for record in intact)
+    return damaged_training_records(folder, identity=manifest.identity, has_steps=has_steps)
 
 
 def _why_not(
@@ -268,7 +280,7 @@ def _why_not(
             f"The training in {str(folder.path)!r} wrote no training records after step {ended.step}: {ended.end}",
             user_calls().begin_anew,
         )
-    damaged = damaged_training_records(folder, identity=manifest.identity)
+    damaged = damaged_records(folder, manifest)
     if damaged:
         named, are = " and ".join(repr(str(folder.path / name)) for name in damaged), "are" if damaged[1:] else "is"
         older = "".join(
