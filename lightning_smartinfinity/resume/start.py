@@ -75,11 +75,11 @@ def steps_of(
 def choose_start(settings: StrategySettings, steps: dict[str, int], *, is_removed: bool) -> Start:
     """Choose the newest of the interrupted training on storage and the checkpoints. Collective.
 
-    Of a training and a checkpoint of the same step, the checkpoint is chosen, if storage has room for a second state:
-    the training stays there until another one replaces it. Without that room, the training is chosen, also if the
-    checkpoint is one step newer: a script that is started again and again would fail each time. If it is unknown which
-    is newer, because a drive with a part of the training is missing, the training is chosen: resuming it raises the
-    reason.
+    Of a training and a checkpoint of the same step, the checkpoint is chosen, if the training can be archived: storage
+    has room for a second state, and what was archived before may be replaced. If not, the training is chosen, also if
+    the checkpoint is one step newer: a script that is started again and again would fail each time. If it is unknown
+    which is newer, because a drive with a part of the training is missing, the training is chosen: resuming it raises
+    the reason.
 
     Args:
         settings: The training's settings.

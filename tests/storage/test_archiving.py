@@ -64,7 +64,7 @@ def go_on(folders: Sequence[Path], *, step: int, ranks: int = 1, job: str = ARCH
         store.close(remove=False)
 
 
-STAGES = (Mover.claim, Mover.make_room, Mover.move)
+STAGES = (Mover.claim, Mover.disown, Mover.make_room, Mover.move)
 
 
 def carry_out(plan: Plan, *, ranks: int = 1, stages: Sequence[Stage] = STAGES, moved_by: int | None = None) -> None:
@@ -160,7 +160,8 @@ def test_other_numbers_of_ranks_and_folders(before: int, now: int, used: list[in
 def test_a_folder_that_cannot_be_reached(lost: int, other: str | None, folders: list[Path]) -> None:
     """What is here is archived, and a new training goes on. When the folder is back, the archived one resumes.
 
-    So it is if another drive is mounted there, with a training made elsewhere, or made since on that drive alone.
+    One of fewer steps does not replace it. So it is if another drive is mounted there, with a training that was made
+    elsewhere, or since on that drive alone.
     """
     leave(folders, step=7)
     before = files_of(folders, JOB)
@@ -175,7 +176,9 @@ def test_a_folder_that_cannot_be_reached(lost: int, other: str | None, folders: 
     plan = archive(now)
     assert plan.lost_storage == (repr(str(place)),) and not (plan.is_damaged or plan.deleted)
     assert plan.moved[0][1].storage == folders[1 - lost] and files_of([place], ARCHIVE) == strangers
-    create(now, world_size=1).close(remove=False)
+    leave(now, step=6)
+    remedy = refusal(now, rf"after (step 7|an unknown step), which lacks its part in '{place}'\. It is not deleted")
+    assert f"mount '{place}', and resume it with" in remedy and "--remove default or smart-infinity jobs" in remedy
     if other is not None:
         place.rename(place.with_name("other"))
     away.rename(place)
@@ -201,13 +204,20 @@ def test_the_only_folder_of_a_rank_that_cannot_be_reached(lost: int, folders: li
 
 
 def test_a_part_that_replaces_nothing(folders: list[Path]) -> None:
-    """A training without one of its folders is not archived in the place of one that can be resumed."""
+    """A training without one of its folders is not archived in the place of one that can be resumed.
+
+    One that can be resumed is archived in its place if it has more steps.
+    """
     leave(folders, step=7)
     archive(folders)
     leave(folders, step=8)
     (folders[1] / JOB).rename(folders[1] / "lost")
     remedy = refusal(folders, rf"lacks its part in '{folders[1]}'\. It is not deleted, .* in the job 'default\.aside'")
     assert "--remove default or smart-infinity jobs" in remedy
+    (folders[1] / "lost").rename(folders[1] / JOB)
+    (folders[1] / ARCHIVE).rename(folders[1] / "lost")
+    plan = archive(folders)
+    assert (plan.step, plan.replaced, plan.replaces_damaged) == (8, None, True)
 
 
 def test_what_can_never_be_resumed_again_stops_nobody(folders: list[Path], tmp_path: Path) -> None:
@@ -290,7 +300,7 @@ def killed_before(number: int, folders: Sequence[Path]) -> bool:
 @pytest.mark.parametrize(
     ("before", "then"),
     long_but(
-        [(False, "again"), (False, ARCHIVE)],
+        [(True, "again"), (False, ARCHIVE)],
         [(before, then) for before in (False, True) for then in ("again", JOB, ARCHIVE)],
     ),
 )
@@ -300,7 +310,7 @@ def test_a_kill_at_any_moment(before: bool, then: str, folders: list[Path]) -> N
     while was_killed:
         here = [folder / str(moment) for folder in folders]
         if before:
-            leave(here, step=5, ranks=2)
+            leave(here, step=9, ranks=2)
             archive(here, ranks=2)
         leave(here, step=7, ranks=2)
         was_killed = killed_before(moment, here)
@@ -316,7 +326,7 @@ def test_a_kill_at_any_moment(before: bool, then: str, folders: list[Path]) -> N
                 assert f"pass transfer={{'job': {job!r}}}" in error.remedy
                 put_together(here, job=job, ranks=2)
         if steps_in(here, job) != whole(7, ranks=2, folders=2):  # it came before what was there began to be deleted
-            assert job == ARCHIVE and steps_in(here) == whole(5, ranks=2, folders=2)
+            assert job == ARCHIVE and steps_in(here) == whole(9, ranks=2, folders=2)
         moment += 1
     assert moment > 4
 
@@ -470,7 +480,7 @@ def test_one_flipped_bit_deletes_no_training(
 
 
 def test_a_damaged_training_beside_one_that_was_archived(twice: list[Path]) -> None:
-    """Neither is deleted: the error names both, and the next training that can be resumed replaces a damaged one."""
+    """Neither is deleted: the error names both, also if the steps of the archived one are unknown."""
     file = twice[0] / JOB / "rank-00000/manifest.json"
     content = flip(file, 100)
     remedy = refusal(twice, r"damaged\. It is not deleted, .* in the job 'default\.aside'")
@@ -478,8 +488,8 @@ def test_a_damaged_training_beside_one_that_was_archived(twice: list[Path]) -> N
     file.write_bytes(content)
     assert steps_in(twice, JOB) == whole(8) and steps_in(twice) == whole(7)
     flip(twice[0] / ARCHIVE / "rank-00000/manifest.json", 100)
-    plan = archive(twice)
-    assert (plan.step, plan.replaced, plan.replaces_damaged) == (8, None, True) and steps_in(twice) == whole(8)
+    remedy = refusal(twice, r"an unknown step, whose manifest or records are damaged\. It is not .* after step 8 and")
+    assert "If its files can be repaired, do so" in remedy and "--remove default or smart-infinity jobs" in remedy
 
 
 def test_a_damaged_part_and_one_that_cannot_be_reached(folders: list[Path]) -> None:
@@ -537,7 +547,7 @@ def test_a_kill_while_the_old_stores_move(way_back: bool, old: list[Path]) -> No
         carry_out(plan, ranks=NEW)
         fill(old, recorded=0)
         plan = plan_putting_together([find_parts(old, jobs_beside(JOB))] * NEW, job=JOB)
-    carry_out(plan, ranks=NEW, stages=STAGES[: 1 + way_back], moved_by=0 if way_back else 1)
+    carry_out(plan, ranks=NEW, stages=STAGES[: 1 + 2 * way_back], moved_by=0 if way_back else 1)
     assert len(steps_in(old)) == len(steps_in(old, JOB)) == 2
     put_together(old, job=JOB)
     assert steps_in(old, JOB) == whole(7, ranks=OLD, folders=2) and steps_in(old) == {}

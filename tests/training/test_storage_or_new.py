@@ -91,7 +91,7 @@ def test_the_newest_is_resumed(
 ) -> None:
     """Of storage and checkpoints the one with more steps; of two with as many, the checkpoint; else nothing.
 
-    If storage has no room for the state of both, it is storage, since the script could never start otherwise.
+    If storage has no room for the state of both, or no place, it is storage: the script could never start otherwise.
     A checkpoint that holds weights only is no candidate. One that cannot be read ends the fit: it may be the newest.
     """
     script = Script(tmp_path)
@@ -109,6 +109,10 @@ def test_the_newest_is_resumed(
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 10))
         assert script.fit(fails=5) == "storage"
     assert "removes that of an earlier interrupted training" not in caplog.text
+    left(script.root / "storage", generations=1, steps=[9], world_size=1, job="default.aside")  # must not be replaced
+    assert script.fit(fails=5) == "storage"
+    shutil.rmtree(script.root / "storage/default.aside")
+    caplog.clear()
     assert script.fit(fails=6) == "step=4.ckpt"  # as many steps as the record
     assert "--remove default.aside` removes that of an earlier interrupted training (" in caplog.text
     module, trainer = LitTiny(SMALL), quiet_trainer(tmp_path / "other", max_steps=2, precision="32-true")

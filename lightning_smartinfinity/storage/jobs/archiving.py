@@ -2,8 +2,9 @@
 
 All ranks look for parts (:func:`~.parts.find_parts`), gather what each has found, and compute the same plan from it
 (:func:`plan_archiving`). Then they lock the parts (:meth:`~.mover.Mover.claim`). Only if all locks succeed, they
-delete what was archived before and move. A kill in between leaves each part in one of the two jobs: the next start
-completes the move, and a training that resumes puts the parts together (:func:`plan_putting_together`).
+delete what was archived before, all manifests first, and move. A kill in between leaves each part in one of the two
+jobs: the next start completes the move, and a training that resumes puts the parts together
+(:func:`plan_putting_together`).
 
 A training that resumes on another number of ranks is archived, too (:func:`plan_making_way`), while the stores of its
 *successor* are filled from it. Its parts then name the successor. Once the successor is complete, the parts are
@@ -12,7 +13,7 @@ deleted. After a kill before that, the incomplete successor is deleted and the p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def plan_archiving(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequenc
     Raises:
         StorageError: A store in the way, or archived before, is marked ``keep``; a training was resumed from what was
             archived before; another machine may have a part of the training to move; or a training that is damaged, or
-            lacks a part, would replace one that can be resumed.
+            lacks a part, would replace one that can be resumed, or be replaced by one of fewer steps.
     """
     movers = movers_of(seen)
     archive, of_job = f"{job}{ARCHIVE}", {part: rank for part, rank in movers.items() if part.job == job}
@@ -118,7 +119,7 @@ def plan_archiving(seen: Sequence[Sequence[Part]], *, job: str, folders: Sequenc
     if not moved:
         return Plan(job=archive, deleted=unused, left=left)
     moved.sort(key=lambda training: training.condition is not Condition.TORN)
-    deleted, replaced = _replaced(movers, archive, whole)
+    deleted, replaced = _replaced(movers, archive, moved)
     is_damaged = all(training.condition is Condition.DAMAGED for training in moved)
     if replaced is not None and not any(training.condition is Condition.RESUMABLE for training in moved):
         raise _useless_beside_resumable(moved[0], job, folders)
@@ -145,10 +146,11 @@ def plan_making_way(seen: Sequence[Sequence[Part]], *, job: str, training: Train
         successor: Job id of the new stores, which are filled from the training's.
 
     Raises:
-        StorageError: What was archived before is marked ``keep``, or a training was resumed from it.
+        StorageError: What was archived before is marked ``keep``, a training was resumed from it, or it is damaged, or
+            lacks a part, and may have more steps.
     """
     movers, archive = movers_of(seen), f"{job}{ARCHIVE}"
-    deleted, replaced = _replaced(movers, archive, training.parts)
+    deleted, replaced = _replaced(movers, archive, [training])
     return Plan(
         job=archive,
         moved=tuple((movers[part], part) for part in training.parts),
@@ -160,14 +162,15 @@ def plan_making_way(seen: Sequence[Sequence[Part]], *, job: str, training: Train
 
 
 def _replaced(
-    movers: Mapping[Part, int], archive: str, moved: Collection[Part]
+    movers: Mapping[Part, int], archive: str, moved: Sequence[Training]
 ) -> tuple[tuple[tuple[int, Part], ...], int | None]:
     """Return the parts archived before, to be deleted, and the step after which their training was interrupted."""
-    before = [part for part in movers if part.job == archive and part not in moved]
+    whole = {part for training in moved for part in training.parts}
+    before = [part for part in movers if part.job == archive and part not in whole]
     _refuse_kept(before)
     replaced = trainings_in(before, archive)
     for training in replaced:
-        _require_replaceable(training)
+        _require_replaceable(training, moved)
     resumable = (one.step for one in replaced if one.condition is Condition.RESUMABLE)
     return tuple((movers[part], part) for part in before), max(resumable, default=None)
 
@@ -261,8 +264,11 @@ def _refuse_kept(parts: Iterable[Part]) -> None:
             )
 
 
-def _require_replaceable(training: Training) -> None:
-    """Check that no training was resumed from what was archived before."""
+def _require_replaceable(training: Training, moved: Sequence[Training]) -> None:
+    """Check that no training was resumed from what was archived before, and that it is not worth a repair.
+
+    What is damaged or lacks a part may be the work of many steps: only a training that has more replaces it.
+    """
     gone_on = [part for part in training.parts if not part.is_archived]
     if gone_on and training.condition is not Condition.NO_STEP:
         job = gone_on[0].job
@@ -273,6 +279,10 @@ def _require_replaceable(training: Training) -> None:
             f"Resume it with {user_calls().from_storage} and transfer={{'job': {job!r}}}, or remove it, with "
             f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
         )
+    if training.condition in (Condition.TORN, Condition.DAMAGED):
+        last = max(moved, key=lambda one: one.step)
+        if training.newest_step is None or last.step <= training.newest_step:
+            raise _may_be_newer(training, last)
 
 
 def _in_other_job(training: Training, job: str, other: str, parts: Iterable[Part]) -> StorageError:
@@ -312,14 +322,35 @@ def _torn(training: Training, job: str, now: Sequence[Sequence[Path]]) -> Storag
 
 
 def _useless_beside_resumable(training: Training, job: str, now: Sequence[Sequence[Path]]) -> StorageError:
-    lost = ", ".join(training.lost_storage(now))
-    why = f"which lacks its part in {lost}" if lost else "whose manifest or records are damaged"
     return StorageError(
-        f"{str(training.parts[0].path)!r} holds an interrupted training {why}. It is "
+        f"{str(training.parts[0].path)!r} holds an interrupted training {_defect(training, now)}. It is "
         f"not deleted, and it does not replace the training in the job {job + ARCHIVE!r}, which can be resumed.",
         f"Remove one of them, with {_removal(training, job)} or {_removal(training, job + ARCHIVE)}, or choose another "
         "TransferConfig(job=...).",
     )
+
+
+def _may_be_newer(training: Training, moved: Training) -> StorageError:
+    archive, unknown = training.parts[0].job, " after an unknown step"
+    job, known = archive.removesuffix(ARCHIVE), _after(training.newest_step or 0)
+    back = "If its files can be repaired, do so"
+    if training.missing is not None:
+        back = f"If its drive is only not mounted, mount {training.missing_storage()}"
+    return StorageError(
+        f"{str(training.parts[0].path)!r} holds a training that was interrupted"
+        f"{known or unknown}, {_defect(training)}. It is not deleted for the one in the job {job!r}, which was "
+        f"interrupted{_after(moved.step) or unknown} and would be archived in its place.",
+        f"{back}, and resume it with {user_calls().from_storage} and transfer={{'job': {archive!r}}}. Or remove one of "
+        f"them, with {_removal(moved, job)} or {_removal(training, archive)}, or choose another "
+        "TransferConfig(job=...).",
+    )
+
+
+def _defect(training: Training, now: Sequence[Sequence[Path]] = ()) -> str:
+    lost = ", ".join(training.lost_storage(now))
+    if training.missing is not None and not lost:
+        lost = training.missing_storage(now)
+    return f"which lacks its part in {lost}" if lost else "whose manifest or records are damaged"
 
 
 def _after(step: int) -> str:

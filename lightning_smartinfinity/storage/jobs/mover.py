@@ -35,7 +35,8 @@ class Mover:
             StorageLockedError: A process uses a part, or has changed it since the plan was made.
             StorageError: A folder cannot be used or made.
         """
-        self._deleted = [self._claimed(part) for part in self._plan.deleted_by(self._rank)]
+        deleted = sorted(self._plan.deleted_by(self._rank), key=lambda part: part.device)  # see trainings._is_gone
+        self._deleted = [self._claimed(part) for part in deleted]
         self._moved = [self._claimed(part) for part in self._plan.moved_by(self._rank)]
         for folder in self._moved:
             folder.make_job(self._plan.job)
@@ -50,14 +51,23 @@ class Mover:
             )
         return folder
 
+    def disown(self) -> None:
+        """Delete the manifests of the parts to delete, so that a kill leaves nothing that may hold steps.
+
+        Raises:
+            StorageError: The lock of a part cannot be written.
+        """
+        for folder in self._deleted:
+            folder.mark_archived()  # so that after a kill the rest can be replaced, too
+        for folder in self._deleted:
+            folder.disown()
+
     def make_room(self) -> None:
         """Delete the parts to delete, and check that nothing is in the way of the parts to move.
 
         Raises:
             StorageError: A file cannot be deleted, or something that this package did not make is in the way.
         """
-        for folder in self._deleted:
-            folder.mark_archived()  # so that after a kill the rest can be replaced, too
         for folder in self._deleted:
             folder.destroy()
         for folder in self._moved:

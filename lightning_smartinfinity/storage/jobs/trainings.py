@@ -103,6 +103,11 @@ class Training:
         """Step after which it was interrupted; 0 before the first step, or if unknown."""
         return 0 if self.point is None or self.point.number == 0 else self.point.step
 
+    @property
+    def newest_step(self) -> int | None:
+        """Newest step that a readable record of any part names; None if there is no such record."""
+        return max((point.step for part in self.parts for point in part.points), default=None)
+
     def parts_in(self, job: str) -> list[Part]:
         """Return its parts in a job."""
         return [part for part in self.parts if part.job == job]

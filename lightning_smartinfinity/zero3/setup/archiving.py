@@ -79,14 +79,14 @@ def _told(plan: Plan) -> str:
         return (
             f"{path!r} holds a part of an interrupted training, whose part in {lost} cannot be found. Nothing was "
             f"deleted: what is here was moved to the job {job!r}. To resume it, mount {lost}, and train with "
-            f"{user_calls().from_storage} and transfer={{'job': {job!r}}}. The next one that is moved replaces it; "
-            f"{removal}{also}"
+            f"{user_calls().from_storage} and transfer={{'job': {job!r}}}. Only one that is known to have "
+            f"more steps replaces it; {removal}{also}"
         )
     if plan.is_damaged:
         return (
             f"{path!r} holds an interrupted training that cannot be resumed, because its manifest or records are "
-            f"damaged. It was not deleted but moved to the job {job!r}. The next one that is moved replaces it; "
-            f"{removal}"
+            f"damaged. It was not deleted but moved to the job {job!r}. Only one that is known to have more steps "
+            f"replaces it; {removal}"
         )
     replaced = ""
     if plan.replaced is not None:
@@ -137,6 +137,7 @@ def carry_out(plan: Plan, settings: OffloadSettings, group: ProcessGroup | None)
     with closing(Mover(plan, rank=dist.get_rank(group))) as mover:
         stages: list[tuple[Callable[[], None], str]] = [
             (mover.claim, "Locking"),
+            (mover.disown, "Deleting the manifests replaced by"),
             (mover.make_room, "Deleting the files replaced by"),
             (mover.move, "Moving"),
         ]

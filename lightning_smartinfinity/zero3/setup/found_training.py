@@ -20,6 +20,7 @@ from lightning_smartinfinity.storage import find_resumable
 from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.storage.io.files import limited
+from lightning_smartinfinity.storage.jobs.archiving import plan_archiving
 from lightning_smartinfinity.storage.jobs.trainings import Condition, Training, movers_of, trainings_in
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.storage.state.parts import Part, find_parts
@@ -37,7 +38,7 @@ class FoundTraining(NamedTuple):
     Args:
         step: Optimizer steps after which it was interrupted; None if damage or a missing part hides that.
         is_damaged: Whether its manifest or its training records are damaged.
-        has_room: Whether its storage folders have room for a second state of this size.
+        has_room: Whether its storage folders have room for a second state of this size, and it may be archived.
     """
 
     step: int | None
@@ -60,7 +61,8 @@ def find_interrupted(settings: StrategySettings, group: ProcessGroup | None) -> 
     """
     job, archive = settings.transfer.job, f"{settings.transfer.job}{ARCHIVE}"
     offload = OffloadSettings(**vars(settings))
-    movers = movers_of(seen_parts(offload, [job, archive], group))
+    seen = seen_parts(offload, [job, archive], group)
+    movers = movers_of(seen)
     found = [one for one in trainings_in(movers, job, archive) if one.condition is not Condition.NO_STEP]
     # A kill while the training was moving to another number of ranks: resuming moves it back first.
     found += [one for one in trainings_in(movers, archive, job) if any(part.successor for part in one.parts)]
@@ -71,6 +73,10 @@ def find_interrupted(settings: StrategySettings, group: ProcessGroup | None) -> 
     steps = [_step_of(training) for training in found]
     newest = None if None in steps else max(step for step in steps if step is not None)
     has_room = all(gather(_has_room([part for one in found for part in one.parts]), group))
+    try:
+        plan_archiving(seen, job=job, folders=folders)
+    except StorageError:  # what was archived before must stay
+        has_room = False
     return FoundTraining(newest, any(one.condition is Condition.DAMAGED for one in found), has_room)
 
 
