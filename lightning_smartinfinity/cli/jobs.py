@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_smartinfinity.cli.option_types import add_quiet, show_of, storage_folder
-from lightning_smartinfinity.cli.scrub import Found, scrub_jobs
+from lightning_smartinfinity.cli.scrub import Found, calls_of_record, scrub_jobs
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"smart-infinity: {error}", file=sys.stderr)
             folders.remove(folder)
             unknown = True
-    jobs = with_lost_parts(jobs[0].storage, jobs) if jobs else jobs
+    jobs = with_lost_parts(jobs[0].storage, jobs, calls_of=calls_of_record) if jobs else jobs
     if options.remove:
         return max(unknown, _remove(jobs, folders, options))
     verified = _verify(jobs, options) if options.verify else {}

@@ -16,11 +16,12 @@ from lightning_smartinfinity.common.progress import Show
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 
 if TYPE_CHECKING:
+    from lightning_smartinfinity.settings.user_calls import UserCalls
     from lightning_smartinfinity.storage.jobs.jobs import Job
     from lightning_smartinfinity.storage.records.training_record import TrainingRecord
     from lightning_smartinfinity.storage.state.scrub import ScrubbedRank
 
-__all__ = ["Found", "DESCRIPTION", "add_options", "run", "scrub_jobs"]
+__all__ = ["DESCRIPTION", "Found", "add_options", "calls_of_record", "run", "scrub_jobs"]
 
 DESCRIPTION = """\
 Read every byte that has a checksum, and name what is damaged: the newest state of all jobs in storage folders with
@@ -115,7 +116,7 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = 
     from lightning_smartinfinity.storage.jobs.jobs import absent_state, records_apart, with_lost_parts
 
     found = Found()
-    jobs = with_lost_parts(jobs[0].storage, jobs) if jobs else jobs
+    jobs = with_lost_parts(jobs[0].storage, jobs, calls_of=calls_of_record) if jobs else jobs
     for folder in (folder for job in jobs for folder in job.folders if folder.problem is not None):
         sentences = found.damaged if folder.damaged else found.unknown
         if folder.problem not in sentences:  # of a lost part, each of the others says so
@@ -194,6 +195,13 @@ def _check_record(record: TrainingRecord) -> None:
     from lightning_smartinfinity.resume.record_content import read_content  # imports torch, which is slow
 
     read_content(record)
+
+
+def calls_of_record(record: TrainingRecord) -> UserCalls | None:
+    """Return the calls of the entry point whose training wrote a record; None if its content cannot be read."""
+    from lightning_smartinfinity.resume.record_content import calls_of  # imports torch, which is slow
+
+    return calls_of(record)
 
 
 def _may_be_export(path: Path) -> bool:

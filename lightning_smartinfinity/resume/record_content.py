@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any
 from lightning_smartinfinity.errors import StorageCorruptError
 from lightning_smartinfinity.resume.random_states import RNG_KEY
 from lightning_smartinfinity.resume.typed_json import decode, encode
+from lightning_smartinfinity.settings.user_calls import (
+    CALLS_OF_FABRIC,
+    CALLS_OF_TRAINER,
+    CALLS_OF_TRANSFORMERS,
+    UserCalls,
+)
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.storage.records.training_record import TrainingRecord
     from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
-__all__ = ["TRAINER_KEYS", "TRANSFORMERS_KEYS", "content_of", "read_content"]
+__all__ = ["TRAINER_KEYS", "TRANSFORMERS_KEYS", "calls_of", "content_of", "read_content"]
 
 _ENGINE, _LOOP = "engine", "loop"
 _FIRST_WITH_LOADERS = 4  # only some records of version 3 have them
@@ -66,6 +72,16 @@ def read_content(record: TrainingRecord, *, loop_keys: Collection[str] = ()) -> 
     if missing:
         raise _not_ours(record, f"it has no {missing[0]!r}")
     return engine, loop
+
+
+def calls_of(record: TrainingRecord) -> UserCalls | None:
+    """Return the calls of the entry point whose training wrote a record; None if its content cannot be read."""
+    try:
+        _, loop = read_content(record)
+    except StorageCorruptError:
+        return None
+    kinds = {_OF_TRAINER: CALLS_OF_TRAINER, _OF_TRANSFORMERS: CALLS_OF_TRANSFORMERS}
+    return next((calls for key, calls in kinds.items() if key in loop), CALLS_OF_FABRIC)
 
 
 def _keys_of_kind(loop: ClientState) -> Collection[str]:

@@ -25,6 +25,12 @@ from lightning_smartinfinity import ConfigError, TransferConfig
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.cli.output import checked_output
 from lightning_smartinfinity.common import progress
+from lightning_smartinfinity.resume.record_content import (
+    _ENGINE_KEYS,
+    TRAINER_KEYS,
+    TRANSFORMERS_KEYS,
+    content_of,
+)
 from lightning_smartinfinity.storage import recover_store
 from lightning_smartinfinity.storage.jobs import jobs
 from lightning_smartinfinity.zero3.checkpoints.formats.format_version import EXTRA_KEY
@@ -110,11 +116,24 @@ def recorded(storage: Path, steps: tuple[int, int] = (2, 2)) -> None:
         left(storage, generations=generations, steps=range(1, 1 + generations), rank=rank, job_id=job_id)
 
 
-def test_a_storage_folder_is_lost(tmp_path: Path, cli: Cli) -> None:
-    """Both commands name it, and how to go on from the newest checkpoint. What is there is not called damaged."""
+@pytest.mark.parametrize(
+    ("keys", "job", "call"),
+    [
+        (TRAINER_KEYS, "default", "ckpt_path={!r}"),
+        (TRANSFORMERS_KEYS, "out-1", "resume_from_checkpoint={!r}"),
+        ({"of a loop"}, "mine", "fabric.load({!r}, state)"),
+        (None, "default", "{!r}"),  # a record that cannot be read
+    ],
+)
+def test_a_storage_folder_is_lost(keys: Collection[str] | None, job: str, call: str, tmp_path: Path, cli: Cli) -> None:
+    """Both commands name it, and how to go on from the newest checkpoint, with the calls of its kind of training.
+
+    What is there is not called damaged.
+    """
     a, b, c = folders = [tmp_path / name for name in "abc"]
-    left(*folders, steps=[7], world_size=1)
-    store = recover_store(folders, training=1)
+    content = b"" if keys is None else content_of(dict.fromkeys(_ENGINE_KEYS), dict.fromkeys(keys))
+    left(*folders, steps=[7], world_size=1, job=job, content=content)
+    store = recover_store(folders, job=job, training=1)
     for step in (5, 7):
         (tmp_path / f"step {step}.ckpt").mkdir()
         store.note_checkpoint(str(tmp_path / f"step {step}.ckpt"), step=step)
@@ -122,7 +141,8 @@ def test_a_storage_folder_is_lost(tmp_path: Path, cli: Cli) -> None:
     assert "resumable, step 7" in cli("jobs", *folders).out
     b.rename(tmp_path / "unmounted")
     told = f"'{b}' lacks its part. Mount '{b}'. If it is lost, go on from the newest checkpoint, after step 7: "
-    told += f"ckpt_path='{tmp_path}/step 7.ckpt', with the other folders: storage=['{a}', '{c}']."
+    told += f"{call.format(f'{tmp_path}/step 7.ckpt')}, with the other folders: storage=['{a}', '{c}']"
+    told += "." if job == "default" else f" and transfer={{'job': '{job}'}}."
     for named, status in (([a, c], 0), (folders, 1)):
         said = cli("jobs", *named, status=status)
         assert said.out.count(told) == 1 and said.out.count("incomplete") == 2, said.out

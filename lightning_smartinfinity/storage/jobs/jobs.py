@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -13,13 +13,15 @@ from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.settings import JOB_NAME
+from lightning_smartinfinity.settings.user_calls import UserCalls
 from lightning_smartinfinity.storage.folders.lock import KEPT, LOCK_NAME, checkpoint_in, is_locked, read_lock
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust, not_followed, refuse_foreign
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, RankFolder, open_rank_folder
 from lightning_smartinfinity.storage.io.files import bounded, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
-from lightning_smartinfinity.storage.state.lost_parts import FoundPart, lost_parts
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord
+from lightning_smartinfinity.storage.state.lost_parts import FoundPart, lost_parts, recorded_calls
 from lightning_smartinfinity.storage.state.parts import Point, points_of
 from lightning_smartinfinity.storage.state.recovery import records_of
 
@@ -217,12 +219,15 @@ def find_job(storage: Path, name: str) -> Job | None:
 
 
 @bounded("Looking for the other storage folders of")
-def with_lost_parts(storage: Path, jobs: Sequence[Job]) -> list[Job]:
+def with_lost_parts(
+    storage: Path, jobs: Sequence[Job], *, calls_of: Callable[[TrainingRecord], UserCalls | None]
+) -> list[Job]:
     """Return the jobs. The folder of a rank that lacks a part gets a problem that names the part.
 
     Args:
         storage: A storage folder, for the error if the disk does not answer.
         jobs: The jobs in all storage folders that the user named.
+        calls_of: Function that returns the calls of the entry point that wrote a record; None if it cannot be read.
 
     Raises:
         StorageTimeoutError: The disk does not answer.
@@ -231,13 +236,17 @@ def with_lost_parts(storage: Path, jobs: Sequence[Job]) -> list[Job]:
     for part in (folder.part for job in jobs for folder in job.folders):
         if part is not None:
             stores.setdefault(_store_of(part), {}).setdefault(part.manifest.device, part)
-    errors = {store: lost_parts(list(parts.values())) for store, parts in stores.items()}
+    errors = {store: _lost_parts(list(parts.values()), calls_of) for store, parts in stores.items()}
 
     def told(folder: JobFolder) -> JobFolder:
         error = None if folder.part is None or folder.problem else errors[_store_of(folder.part)]
         return folder if error is None else replace(folder, problem=f"{error.problem} {error.remedy}", lost=True)
 
     return [replace(job, folders=tuple(map(told, job.folders))) for job in jobs]
+
+
+def _lost_parts(parts: list[FoundPart], calls_of: Callable[[TrainingRecord], UserCalls | None]) -> StorageError | None:
+    return lost_parts(parts, calls=lambda: recorded_calls(parts, calls_of))
 
 
 def _store_of(part: FoundPart) -> tuple[str, bytes, int]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.settings.user_calls import user_calls
+from lightning_smartinfinity.settings.transfer import TransferConfig
+from lightning_smartinfinity.settings.user_calls import UserCalls, user_calls
 from lightning_smartinfinity.storage.folders.lock import checkpoint_in, read_lock
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import Trust, refuse_foreign
 from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder, rank_folder_path
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord, read_training_records
 
-__all__ = ["FoundPart", "lost_parts", "refuse_lost", "require_present", "right_folders"]
+__all__ = ["FoundPart", "lost_parts", "recorded_calls", "refuse_lost", "require_present", "right_folders"]
+
+_DEFAULT_JOB = TransferConfig().job
 
 
 class FoundPart(NamedTuple):
@@ -34,13 +38,14 @@ class FoundPart(NamedTuple):
     checkpoint: tuple[int, str] | None
 
 
-def lost_parts(parts: Sequence[FoundPart]) -> StorageError | None:
+def lost_parts(parts: Sequence[FoundPart], *, calls: Callable[[], UserCalls | None]) -> StorageError | None:
     """Return an error that names the missing parts of a rank's state, and how to go on; None if all are there.
 
     A part that was not found is looked for in the storage folders that the manifests name.
 
     Args:
         parts: The parts of one store of one rank that were found, at least one.
+        calls: Function that returns the calls to go on with; None if the entry point is unknown.
     """
     first, found = parts[0].manifest, _found_everywhere(parts)
     missing = _missing_folders(first, found)
@@ -49,10 +54,12 @@ def lost_parts(parts: Sequence[FoundPart]) -> StorageError | None:
     left = [str(found[device]) for device in sorted(found)]
     lost = ", ".join(repr(str(rank_folder_path(storage, job=parts[0].job, rank=first.rank))) for storage in missing)
     drives = ", ".join(repr(str(storage)) for storage in missing)
+    job = "" if parts[0].job == _DEFAULT_JOB else f" and transfer={{'job': {parts[0].job!r}}}"
     return StorageError(
         f"{lost} cannot be found: of the {len(first.folders)} storage folders of this optimizer state, "
         f"{list(first.folders)!r}, {drives} lacks its part.",
-        f"Mount {drives}. If it is lost, go on {_from_checkpoint(parts)} with the other folders: storage={left!r}.",
+        f"Mount {drives}. If it is lost, go on {_from_checkpoint(parts, calls)} with the other folders: "
+        f"storage={left!r}{job}.",
     )
 
 
@@ -88,13 +95,33 @@ def _missing_folders(manifest: Manifest, found: Mapping[int, Path]) -> list[Path
     return [storage if storage in free else next(iter(free), storage) for storage in absent]
 
 
-def _from_checkpoint(parts: Iterable[FoundPart]) -> str:
+def _from_checkpoint(parts: Iterable[FoundPart], calls: Callable[[], UserCalls | None]) -> str:
     step, path = max((part.checkpoint for part in parts if part.checkpoint is not None), default=(0, ""))
     if not path:
         return "from a checkpoint, or begin anew,"
     if not os.path.isdir(path):
         return f"from a checkpoint (the newest, {path!r} after step {step}, is gone)"
-    return f"from the newest checkpoint, after step {step}: {user_calls().from_checkpoint.format(path=path)},"
+    advised = calls()
+    call = repr(path) if advised is None else advised.from_checkpoint.format(path=path)
+    return f"from the newest checkpoint, after step {step}: {call},"
+
+
+def recorded_calls(
+    parts: Iterable[FoundPart], calls_of: Callable[[TrainingRecord], UserCalls | None]
+) -> UserCalls | None:
+    """Return the calls of the entry point that trained; None if no training record of the parts can be read.
+
+    Args:
+        parts: As for :func:`lost_parts`.
+        calls_of: Function that returns the calls of the entry point that wrote a record; None if it cannot be read.
+    """
+    for part in parts:
+        path = rank_folder_path(part.storage, job=part.job, rank=part.manifest.rank)
+        with suppress(OSError, StorageError), closing(open_rank_folder(path)) as folder:
+            records = read_training_records(folder, identity=part.manifest.identity)
+            if (calls := next(filter(None, map(calls_of, records)), None)) is not None:
+                return calls
+    return None
 
 
 def _device_at(storage: Path, like: FoundPart, *, unread: int) -> int | None:
@@ -118,7 +145,7 @@ def refuse_lost(folders: Sequence[Path], *, job: str, rank: int) -> None:
     """
     found = list(_found_in(folders, job, rank))
     same = [part for part in found if part.manifest.job == found[0].manifest.job]
-    error = lost_parts(same) if same else None
+    error = lost_parts(same, calls=user_calls) if same else None
     if error is not None:
         raise error
     number = len(same[0].manifest.folders) if same else 0
