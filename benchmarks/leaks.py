@@ -205,7 +205,7 @@ def exports(rounds: Rounds, folder: Path, *, plain: bool, to: str) -> None:
 
 
 def strategies(rounds: Rounds, folder: Path, *, plain: bool) -> None:
-    """Set up a strategy of Fabric, take a step, and close it in each round."""
+    """Set up a strategy of Fabric, take three steps, and close it in each round."""
     import torch
     from lightning.fabric import Fabric
 
@@ -220,8 +220,10 @@ def strategies(rounds: Rounds, folder: Path, *, plain: bool) -> None:
         model: Any = module_of().model
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
         batch = torch.arange(8).view(1, 8)
-        fabric.backward(model(batch, labels=batch).loss)
-        optimizer.step()
+        for _ in range(3):  # as for fits
+            fabric.backward(model(batch, labels=batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
         if not plain:
             strategy.close()
         del fabric, strategy, model, optimizer
