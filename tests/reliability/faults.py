@@ -6,11 +6,11 @@ import functools
 import os
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import lightning.pytorch as pl
@@ -25,7 +25,9 @@ from lightning_smartinfinity.storage.io import scheduling
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import FaultCounts, Hold, inject
 from tests.helpers.trainers import quiet_trainer
-from tests.helpers.waiting import LIMIT, join
+from tests.helpers.waiting import LIMIT, await_that, join
+
+T = TypeVar("T")
 
 CARD = "card"
 """The engine of an emulated SmartSSD; all others are the host's, by the names of ``io_engines()``."""
@@ -154,6 +156,19 @@ class Neighbour:
             assert self._store.wait(self._store.write(extent, offset=0, io_class=IoClass.BACKGROUND, **where)) is None
 
 
+def when_idle(function: Callable[[], T]) -> T:
+    """Return what a function returns that injects faults, once no request is in flight: reads ahead may be."""
+    found: list[T] = []
+
+    def is_done() -> bool:
+        with suppress(ValueError):
+            found.append(function())
+        return bool(found)
+
+    await_that(is_done, told=lambda: "(is a request in flight for ever, or an argument wrong?)")
+    return found[0]
+
+
 class FaultyDisk(pl.Callback):
     """Lets a disk do its worst from the second step on, and reads state and parameters at the end.
 
@@ -184,10 +199,10 @@ class FaultyDisk(pl.Callback):
         where: dict[str, Any] = {"gradients": True} if self._place.file == "gradients" else {}
         at = {} if fault is None or fault.at is None else {fault.at: self._number}
         if fault is not None and fault.counted is None:
-            self._hold = Hold(worker, **where, **at)
+            self._hold = when_idle(lambda: Hold(worker, **where, **at))
         else:
             injected = {} if fault is None else fault.injected
-            self.counts = inject(worker, seed=self._number, **where, **injected, **at)
+            self.counts = when_idle(lambda: inject(worker, seed=self._number, **where, **injected, **at))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         windows: list[list[NDArray[np.float32]]] = []
