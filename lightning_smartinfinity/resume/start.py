@@ -108,8 +108,8 @@ def choose_start(settings: StrategySettings, steps: dict[str, int], *, is_remove
             "begin at step 0, without resuming" if newest is None else f"resume from the checkpoint {newest} by name"
         )
         raise StorageCorruptError(
-            f"The manifest or the training records of an interrupted training in {where} are damaged, so that its step "
-            "is unknown, and it may be the newest.",
+            f"The manifest or the training records of an interrupted training in {where} are damaged or missing, so "
+            "that its step is unknown, and it may be the newest.",
             f"Examine it with `smart-infinity scrub`. Or {other}: this moves it to the job "
             f"{settings.transfer.job + ARCHIVE!r}.",
         )

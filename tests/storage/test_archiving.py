@@ -221,12 +221,13 @@ def test_a_part_that_replaces_nothing(folders: list[Path]) -> None:
 
 
 def test_what_can_never_be_resumed_again_stops_nobody(folders: list[Path], tmp_path: Path) -> None:
-    """What a kill has left while a training was removed is no training: its manifests go first.
+    """What a kill has left while a training was removed is no training: its records and manifests go first.
 
     Nor is one whose place another training has taken.
     """
     leave(folders, step=7)
-    (folders[0] / "default/rank-00000/manifest.json").unlink()
+    for name in ("training-0.bin", "training-1.bin", "manifest.json"):
+        (folders[0] / "default/rank-00000" / name).unlink()
     assert not archive(folders).moved
     create(folders).close(remove=True)
     assert steps_in(folders, JOB) == {}

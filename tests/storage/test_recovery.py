@@ -7,7 +7,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import permutations
@@ -27,7 +27,8 @@ from lightning_smartinfinity.storage import find_resumable, recover_store
 from lightning_smartinfinity.storage.folders.manifest import read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.io.files import OpenFile, write_all
-from lightning_smartinfinity.storage.jobs.jobs import find_job, remove_job
+from lightning_smartinfinity.storage.jobs.jobs import find_job, find_jobs, remove_job, with_lost_parts
+from lightning_smartinfinity.storage.jobs.trainings import Condition, trainings_in
 from lightning_smartinfinity.storage.records import record_writes
 from lightning_smartinfinity.storage.records.sealed import crc32c
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord, record_name
@@ -54,6 +55,7 @@ from tests.storage.makers import (
     left,
     manifest_with,
     recovered,
+    tree,
     write_generation,
 )
 
@@ -411,6 +413,63 @@ def test_training_records_of_no_use(tmp_path: Path) -> None:
     store.records.end("a callback holds a lock.")
     store.close(remove=False)
     assert refusal(ended).endswith("wrote no training records after step 1: a callback holds a lock.")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "commit.bin"])
+def test_a_file_that_is_missing_beside_records_of_steps(name: str, tmp_path: Path) -> None:
+    """It was lost: a resume and a scrub name it, and nobody deletes the rest. Without a step, there is none to lose."""
+    for num_steps in (0, 2):
+        folders = [tmp_path / f"{device}{num_steps}" for device in "ab"]
+        folder = left(*folders, generations=2, steps=range(num_steps))
+        (folder / name).unlink()
+        found = [job for storage in folders for job in find_jobs(storage)]
+        jobs = with_lost_parts(folders[0], found, calls_of=lambda _: None)
+        assert look_at(OpenFolder(folder)).is_damaged == jobs[0].damaged == (num_steps == 2)
+    (sentence,) = scrub_rank([storage / "default/rank-00000" for storage in folders], rank=0, show=hidden).damaged
+    with pytest.raises(StorageCorruptError) as caught:
+        find_resumable(folders, job="default", rank=0)
+    assert sentence == caught.value.problem and f"{str(folder / name)!r} is missing" in sentence
+    assert [job.problems for job in jobs] == [[sentence], []]
+    assert "copy of that file" in caught.value.remedy
+
+
+def killed_before(number: int, way: str, folders: Sequence[Path]) -> bool:
+    """Remove a store in a process that ends before a later deletion of a file; return whether there was one."""
+    child = os.fork()
+    if child == 0:
+        calls, unlink = iter(range(number)), os.unlink
+        os.unlink = lambda *args, **kwargs: unlink(*args, **kwargs) if next(calls, None) is not None else os._exit(9)
+        try:
+            if way == "close":
+                recovered(*folders)
+            elif way == "create":
+                create(folders)
+            elif (job := find_job(folders[0], "default")) is not None:
+                remove_job(job, kept=False)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 9)
+    return status != 0
+
+
+@pytest.mark.parametrize("way", ["close", "create", "remove_job"])
+def test_a_kill_while_a_store_is_removed(way: str, tmp_path: Path) -> None:
+    """What is left is whole, or no training of which a file was lost, and the next store replaces it."""
+    was_killed, moment = True, 0
+    while was_killed:
+        folders = [tmp_path / f"{name}{moment}" for name in ("a" if way == "remove_job" else "ab")]
+        left(*folders, generations=2, steps=range(2), world_size=1)
+        was_killed = killed_before(moment, way, folders)
+        (training,) = trainings_in(find_parts(folders, ["default"]), "default") or [None]
+        moment += 1
+        if training is not None:
+            first = Condition.RESUMABLE if moment <= 2 else Condition.NO_STEP
+            assert training.condition is (first if was_killed else Condition.NO_STEP), moment
+        create(folders).close(remove=True)
+        assert not any(map(tree, folders))
+    assert moment > 5
 
 
 # ---- commit records

@@ -44,9 +44,15 @@ COMMIT_NAME = "commit.bin"
 TRAINING_NAMES = ("training-0.bin", "training-1.bin")
 RESIDUAL_NAMES = ("residual-0.bin", "residual-1.bin")
 _NEW = ".new"  # suffix of a file that will replace another one, until it is complete
-_RECORD_NAMES = (COMMIT_NAME, *TRAINING_NAMES, *(name + _NEW for name in TRAINING_NAMES), *RESIDUAL_NAMES)
-OUR_NAMES = (STATE_NAME, *_RECORD_NAMES, MANIFEST_NAME, MANIFEST_NAME + _NEW)
-"""Names of the files in a rank's folder, except its lock. Only the first folder has records."""
+_TRAINING_NAMES = (*(name + _NEW for name in TRAINING_NAMES), *TRAINING_NAMES)
+_RECORD_NAMES = (COMMIT_NAME, *_TRAINING_NAMES, *RESIDUAL_NAMES)
+_PROOFS = (*_TRAINING_NAMES, MANIFEST_NAME)
+OUR_NAMES = (*_PROOFS, MANIFEST_NAME + _NEW, STATE_NAME, COMMIT_NAME, *RESIDUAL_NAMES)
+"""Names of the files in a rank's folder, except its lock, in the order in which a store is deleted.
+
+Without training records of steps, what a kill leaves is not taken for a training whose other files were lost. Only the
+first folder has records.
+"""
 
 _ARCHIVED = re.compile(rf"({re.escape(MANIFEST_NAME)}|{LOCK_NAME})\.[0-9]+{re.escape(ARCHIVE)}")
 
@@ -171,8 +177,9 @@ class RankFolder:
         with storage_errors("Removing the leftover of an earlier job in", self.path):
             owned = owned_names(self.inside, self._lock.notes, manifest)
             self._refuse_foreign(owned)
-            for name in owned:
-                self.inside.remove(name)
+            for name in OUR_NAMES:
+                if name in owned:
+                    self.inside.remove(name)
             self._lock.erase()
 
     def mark_archived(self, *, successor: bytes | None = None) -> None:
@@ -358,17 +365,15 @@ class RankFolder:
             if self.inside.status(MANIFEST_NAME) is not None:
                 with suppress(StorageCorruptError):  # a damaged manifest is deleted if the lock names it
                     self._lock.note(*owned_names(self.inside, (), read_manifest(self.inside)))
-            self.disown()
-            for name in self.inside.names():
-                if name in self._lock.notes.intersection(OUR_NAMES) or _ARCHIVED.fullmatch(name):
-                    with suppress(IsADirectoryError):  # not made by this package
-                        self.inside.remove(name)
+            archived = filter(_ARCHIVED.fullmatch, self.inside.names())
+            for name in (*(name for name in OUR_NAMES if name in self._lock.notes), *archived):
+                with suppress(IsADirectoryError):  # not made by this package
+                    self.inside.remove(name)
         self.close(remove=True)
 
     def disown(self) -> None:
-        """Delete the manifest, without which the other files are not a store. Never raises."""
-        if MANIFEST_NAME in self._lock.notes:
-            self._remove_quietly([MANIFEST_NAME])
+        """Delete training records and manifest, without which the other files are not a store. Never raises."""
+        self._remove_quietly(name for name in _PROOFS if name in self._lock.notes)
 
     def close(self, *, remove: bool) -> None:
         """Unlock; idempotent.

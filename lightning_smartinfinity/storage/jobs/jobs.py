@@ -22,7 +22,7 @@ from lightning_smartinfinity.storage.io.files import bounded, limited
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.storage.state.lost_parts import FoundPart, lost_parts, recorded_calls
-from lightning_smartinfinity.storage.state.parts import Point, points_of
+from lightning_smartinfinity.storage.state.parts import Point, points_of, require_files
 from lightning_smartinfinity.storage.state.recovery import records_of
 
 __all__ = [
@@ -361,9 +361,11 @@ def _failed(seen: JobFolder, error: StorageError) -> JobFolder:
 
 
 def _with_generation(seen: JobFolder, folder: OpenFolder, notes: Collection[str]) -> JobFolder:
-    if folder.status(MANIFEST_NAME) is None:
-        return seen
     try:
+        if not _is_foreign(folder):
+            require_files(folder)
+        if folder.status(MANIFEST_NAME) is None:
+            return seen
         manifest = read_manifest(folder)
         seen = replace(seen, kept=seen.kept or manifest.keep, world_size=manifest.world_size)
         if not _is_foreign(folder):

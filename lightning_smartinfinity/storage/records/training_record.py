@@ -151,8 +151,12 @@ def erase_training_record(folder: OpenFolder, number: int) -> None:
         folder.overwrite(name, b"", flush=True)
 
 
-def read_training_records(folder: OpenFolder, *, identity: native.Identity) -> list[TrainingRecord]:
+def read_training_records(folder: OpenFolder, *, identity: native.Identity | None) -> list[TrainingRecord]:
     """Return the intact records of a store, newest first: at most two, and none for a store of an older version.
+
+    Args:
+        folder: The rank's first folder.
+        identity: Identity of the store; None if it is unknown, because the manifest is missing.
 
     Raises:
         StorageError: A file cannot be read, or another version of this package wrote it in a format that is not read.
@@ -161,12 +165,14 @@ def read_training_records(folder: OpenFolder, *, identity: native.Identity) -> l
     return sorted(filter(None, found), key=lambda record: record.number, reverse=True)
 
 
-def damaged_training_records(folder: OpenFolder, *, identity: native.Identity, has_steps: bool = False) -> list[str]:
+def damaged_training_records(
+    folder: OpenFolder, *, identity: native.Identity | None, has_steps: bool = False
+) -> list[str]:
     """Return the names of the files that are damaged: they are not empty, but hold no intact record.
 
     Args:
         folder: The rank's first folder.
-        identity: Identity of the store.
+        identity: As for :func:`read_training_records`.
         has_steps: Whether the training may have taken a step. Then two empty files are damaged, too: the second one is
             made after the first record was written.
 
@@ -181,7 +187,7 @@ def damaged_training_records(folder: OpenFolder, *, identity: native.Identity, h
     ]
 
 
-def _read(folder: OpenFolder, number: int, identity: native.Identity) -> TrainingRecord | None:
+def _read(folder: OpenFolder, number: int, identity: native.Identity | None) -> TrainingRecord | None:
     """Return the record in a file, or None if there is none, or if it is incomplete, damaged or of another store."""
     name = record_name(number)
     with storage_errors("Reading the training record", folder.path / name):
@@ -198,12 +204,12 @@ def _read(folder: OpenFolder, number: int, identity: native.Identity) -> Trainin
                 return None
             else:
                 return None
-    if not found or (found["rank"], found["job"]) != (identity.rank, identity.job):
+    if not found or record_name(found["number"]) != name:
         return None
-    if record_name(found["number"]) != name:
+    if identity is not None and (found["rank"], found["job"]) != (identity.rank, identity.job):
         return None
     known = {field: value for field, value in found.items() if field in _RECORDED}
-    return TrainingRecord(**{"run": bytes(identity.job), **known}, content=content, version=version)
+    return TrainingRecord(**{"run": found["job"], **known}, content=content, version=version)
 
 
 def _unpacked(file: BinaryIO, begin: bytes, version: int, *, num_bytes: int) -> tuple[dict[str, Any], bytes]:

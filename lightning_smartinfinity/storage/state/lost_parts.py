@@ -14,7 +14,7 @@ from lightning_smartinfinity.settings.user_calls import UserCalls, user_calls
 from lightning_smartinfinity.storage.folders.lock import checkpoint_in, read_lock
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import Trust, refuse_foreign
-from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder, rank_folder_path
+from lightning_smartinfinity.storage.folders.rank_folder import TRAINING_NAMES, open_rank_folder, rank_folder_path
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord, read_training_records
 
 __all__ = ["FoundPart", "lost_parts", "recorded_calls", "refuse_lost", "require_present", "right_folders"]
@@ -130,6 +130,8 @@ def _device_at(storage: Path, like: FoundPart, *, unread: int) -> int | None:
     try:
         with closing(open_rank_folder(path, trust=Trust.ANY)) as folder:
             manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
+            if manifest is None and any(map(folder.status, TRAINING_NAMES)):  # it may have been lost
+                return unread
     except OSError:
         return None
     except StorageError:  # the folder exists; opening it raises the reason

@@ -23,6 +23,7 @@ from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.storage.state.commit_record import no_record, record_bytes
 from lightning_smartinfinity.storage.state.lost_parts import refuse_lost, require_present
+from lightning_smartinfinity.storage.state.parts import require_files
 from lightning_smartinfinity.storage.state.recovery import (
     common_manifest,
     damaged_beside,
@@ -260,6 +261,7 @@ def find_resumable(
             claimed = claim_folders(folders, job=job, rank=rank, create=False, undo=claims)
             inside = [folder.inside for folder in claimed]
             for folder in inside:
+                require_files(folder)
                 if folder.status(MANIFEST_NAME) is None:
                     raise StorageError(
                         f"There is no training to resume in {str(folder.path)!r}: it ended within its set-up.",

@@ -12,16 +12,19 @@ from typing import NamedTuple
 
 from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.storage.folders.lock import ARCHIVED, KEPT, is_locked, read_lock, successor_in
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.rank_folder import (
     COMMIT_NAME,
+    STATE_NAME,
     open_rank_folder,
     owned_names,
     rank_folder_path,
 )
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.storage.records.training_record import damaged_training_records, read_training_records
 from lightning_smartinfinity.storage.state.recovery import (
     committed_records,
     damaged_records,
@@ -29,7 +32,7 @@ from lightning_smartinfinity.storage.state.recovery import (
     written_records,
 )
 
-__all__ = ["Part", "Point", "find_parts", "first_manifest", "look_at", "points_of"]
+__all__ = ["Part", "Point", "find_parts", "first_manifest", "look_at", "points_of", "require_files"]
 
 _OF_RANK = re.compile(r"rank-[0-9]{5,}")
 
@@ -60,7 +63,7 @@ class Part:
         is_archived: Whether it was archived, and no training has been resumed from it since.
         successor: Job id of the stores for another number of ranks that are filled from it, or None.
         points: Points at which the rank can be resumed according to its records; only in its first folder.
-        is_damaged: Whether a damaged manifest or record may hide steps that no point shows.
+        is_damaged: Whether a damaged or missing manifest or record may hide steps that no point shows.
         num_bytes: Bytes allocated by its files.
         in_use: Whether a process had locked it.
     """
@@ -165,7 +168,7 @@ def look_at(folder: OpenFolder) -> Part:
         _, notes = read_lock(folder)
     try:
         manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
-        is_damaged = manifest is not None and _has_damaged_records(folder, manifest)
+        is_damaged = _lost_file(folder) is not None or (manifest is not None and _has_damaged_records(folder, manifest))
     except StorageCorruptError:
         is_damaged = MANIFEST_NAME in notes  # if not, it is not a file of this package
     rank = int(folder.path.name.removeprefix("rank-"))
@@ -209,6 +212,37 @@ def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[Point]:
         return frozenset()
     records = committed_records(folder, manifest)
     return frozenset(Point(record.number, record.generation, record.run, record.step) for record in records)
+
+
+def _lost_file(folder: OpenFolder) -> str | None:
+    """Return the name of the manifest or commit record if it is missing beside training records of steps, else None.
+
+    Whatever removes a store deletes its training records first, so that such a file was lost.
+
+    Raises:
+        StorageError: As for :func:`find_parts`.
+    """
+    missing = [name for name in (MANIFEST_NAME, COMMIT_NAME) if folder.status(name) is None]
+    if not missing or folder.status(STATE_NAME) is None:  # without state, the file is of no use
+        return None
+    records = read_training_records(folder, identity=None)
+    may_have_steps = any(record.has_steps for record in records) or damaged_training_records(folder, identity=None)
+    return missing[0] if may_have_steps else None
+
+
+def require_files(folder: OpenFolder) -> None:
+    """Check that no manifest or commit record is missing beside training records of steps.
+
+    Raises:
+        StorageCorruptError: One is missing.
+        StorageError: As for :func:`find_parts`.
+    """
+    name = _lost_file(folder)
+    if name is not None:
+        raise StorageCorruptError(
+            f"{str(folder.path / name)!r} is missing, although there are training records of steps beside it.",
+            f"If there is a copy of that file, put it back. If not: {user_calls().begin_anew}",
+        )
 
 
 def _has_damaged_records(folder: OpenFolder, manifest: Manifest) -> bool:

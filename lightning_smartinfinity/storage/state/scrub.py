@@ -23,6 +23,7 @@ from lightning_smartinfinity.storage.io.os_errors import failure_error, in_milli
 from lightning_smartinfinity.storage.records.residual_file import ResidualOf, damaged_parts
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord, record_name, residual_of
 from lightning_smartinfinity.storage.state.commit_record import CommitRecord
+from lightning_smartinfinity.storage.state.parts import require_files
 from lightning_smartinfinity.storage.state.recovery import (
     common_manifest,
     contradiction,
@@ -181,6 +182,8 @@ def _opened(
 ) -> tuple[list[OpenFolder], Manifest, CommitRecord, str | None]:
     """Return a rank's folders in their order, its manifest, and what :func:`_newest` finds."""
     claimed = [opened.enter_context(read_rank_folder(path)) for path in paths]
+    for folder in claimed:
+        require_files(folder)
     claimed.sort(key=lambda folder: read_manifest(folder).device)
     manifest = common_manifest(claimed, rank=rank)
     return claimed, manifest, *_newest(claimed, manifest)

@@ -351,7 +351,7 @@ class StateStore:
         """Close the files and release the lock as :meth:`close` does, without a time limit."""
         for file in self.files:
             file.close()
-        if remove:  # delete all manifests first: what a kill leaves must not look like a part of a training
+        if remove:  # of all folders first: what a kill leaves must not look like a part of a training
             for folder in self._folders:
                 folder.disown()
         for folder in self._folders:
