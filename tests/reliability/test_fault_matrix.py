@@ -82,7 +82,10 @@ def test_file_of_a_training(
     expected, counts = undisturbed(quiet_folder / str(place), place)
     expected.assert_same(undisturbed(quiet_folder / "first", Place("state", ENGINES[0], "none"))[0])
     of_reads = what.at is None or "read" in what.at
-    number = random.Random(f"{place} {fault}").randrange(counts.reads if of_reads else counts.writes)
+    known = counts.reads if of_reads else counts.writes
+    if place.file == "parameters":
+        known //= 2  # how many are read ahead when the counting begins differs from run to run
+    number = random.Random(f"{place} {fault}").randrange(known)
     disk = FaultyDisk(place, what, number)
     timeout = lenient(1.0) if what.counted is None else 10 * LIMIT
     try:
