@@ -278,7 +278,7 @@ def test_somebody_else_holds_one_part(job: str, folders: list[Path]) -> None:
     assert steps_in(folders) == whole(8, ranks=2, folders=2)
 
 
-def killed_before(number: int, folders: Sequence[Path]) -> bool:
+def killed_before(number: int, folders: Sequence[Path], *, ranks: int) -> bool:
     """Archive in a process that ends before a later rename or deletion of a file; return whether there was one."""
     child = os.fork()
     if child == 0:
@@ -289,7 +289,7 @@ def killed_before(number: int, folders: Sequence[Path]) -> bool:
 
         os.rename, os.unlink = counted(os.rename), counted(os.unlink)
         try:
-            archive(folders, ranks=2)
+            archive(folders, ranks=ranks)
             os._exit(0)
         finally:
             os._exit(1)
@@ -299,35 +299,35 @@ def killed_before(number: int, folders: Sequence[Path]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("before", "then"),
+    ("before", "then", "ranks"),
     long_but(
-        [(True, "again"), (False, ARCHIVE)],
-        [(before, then) for before in (False, True) for then in ("again", JOB, ARCHIVE)],
+        [(True, "again", 1), (False, ARCHIVE, 2)],
+        [(before, then, 2) for before in (False, True) for then in ("again", JOB, ARCHIVE)] + [(True, "again", 1)],
     ),
 )
-def test_a_kill_at_any_moment(before: bool, then: str, folders: list[Path]) -> None:
+def test_a_kill_at_any_moment(before: bool, then: str, ranks: int, folders: list[Path]) -> None:
     """A second start completes the move, and the training resumes by either name, or the error says by which."""
     moment, was_killed = 0, True
     while was_killed:
         here = [folder / str(moment) for folder in folders]
         if before:
-            leave(here, step=9, ranks=2)
-            archive(here, ranks=2)
-        leave(here, step=7, ranks=2)
-        was_killed = killed_before(moment, here)
-        assert steps_in(here) | steps_in(here, JOB) == whole(7, ranks=2, folders=2)
+            leave(here, step=9, ranks=ranks)
+            archive(here, ranks=ranks)
+        leave(here, step=7, ranks=ranks)
+        was_killed = killed_before(moment, here, ranks=ranks)
+        assert steps_in(here) | steps_in(here, JOB) == whole(7, ranks=ranks, folders=2)
         job = ARCHIVE if then == "again" else then
         if then == "again":
-            archive(here, ranks=2)
+            archive(here, ranks=ranks)
         else:
             try:
-                put_together(here, job=job, ranks=2)
+                put_together(here, job=job, ranks=ranks)
             except StorageError as error:
                 job = JOB if job == ARCHIVE else ARCHIVE
                 assert f"pass transfer={{'job': {job!r}}}" in error.remedy
-                put_together(here, job=job, ranks=2)
-        if steps_in(here, job) != whole(7, ranks=2, folders=2):  # it came before what was there began to be deleted
-            assert job == ARCHIVE and steps_in(here) == whole(9, ranks=2, folders=2)
+                put_together(here, job=job, ranks=ranks)
+        if steps_in(here, job) != whole(7, ranks=ranks, folders=2):  # it came before what was there began to be deleted
+            assert job == ARCHIVE and steps_in(here) == whole(9, ranks=ranks, folders=2)
         moment += 1
     assert moment > 4
 
