@@ -145,6 +145,7 @@ def layout(**changes: Any) -> Change:
                 {"durability": "none"},
                 {"folders": [1 << 63]},
                 {"folders": ["/nvme\0"]},
+                {"folders": ["/nvme\ud800"]},
             )
         ),
         *(

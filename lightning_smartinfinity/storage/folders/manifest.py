@@ -12,6 +12,7 @@ The version also covers ``state.bin`` and ``commit.bin``: a change of any of the
 from __future__ import annotations
 
 import json
+import os
 import re
 import uuid
 import zlib
@@ -230,7 +231,7 @@ def _from_json(values: Mapping[str, Any]) -> Manifest:
             tasklet_bytes=int(values.get("tasklet_bytes", 0)),
         ),
     )
-    if not all(isinstance(folder, str) and "\0" not in folder for folder in manifest.folders):
+    if not all(isinstance(folder, str) and b"\0" not in os.fsencode(folder) for folder in manifest.folders):
         raise ValueError("a folder is not a path")
     if manifest.extents.places_per_tasklet != TransferConfig(durability=manifest.durability).places_per_tasklet:
         raise ValueError("durability and num_slots contradict each other")
