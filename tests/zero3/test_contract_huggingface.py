@@ -30,9 +30,16 @@ from lightning_smartinfinity.integrations.transformers.launch import launched
 from lightning_smartinfinity.integrations.transformers.seams import fresh_accelerate
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from lightning_smartinfinity.zero3.optimizer.release import has_engine
+from lightning_smartinfinity.zero3.setup.environment import prepare_environment
 from tests.helpers.runif import RunIf
 from tests.huggingface.trained import arguments
 from tests.zero3.test_contract import assert_in_order, lacking, passed
+
+
+@pytest.fixture(autouse=True)
+def no_op_is_compiled() -> None:
+    """Keep Accelerate from compiling DeepSpeed's op for collectives, or waiting for a compilation that was killed."""
+    prepare_environment("cpu", local_world_size=1)
 
 
 def two_rows() -> DataLoader[int]:
