@@ -456,7 +456,7 @@ def gradients_of(run: Callable[[torch.Tensor], torch.Tensor], activations: Offlo
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(tmp_path: Path, name: str) -> None:
-    """They are the same to the bit when everything is read from storage, and nothing is left behind."""
+    """Gradients have the same bits when everything is read from storage, and no file or memory is left."""
     with opened(tmp_path, everything()) as activations:
         found = gradients_of(CASES[name], activations)
         assert activations.traffic().read_bytes > 0 and activations.storage_bytes == 0

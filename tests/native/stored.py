@@ -317,7 +317,7 @@ class StoredState:
         return arrays
 
 
-# ---- a tasklet to compress, with guard bytes behind its payload that must not change
+# ---- a tasklet to compress; guard bytes after its payload must not change
 
 
 Parts = Sequence[tuple[int, int, int]]

@@ -471,7 +471,7 @@ def test_requests_go_on_whatever_becomes_of_those_before(tmp_path: Path, end: st
 
 
 def test_a_device_that_answers_nobody_is_given_up_by_all(tmp_path: Path) -> None:
-    """What waits for its turn behind requests that do not return is given up soon after them, one after the other."""
+    """Requests that are queued after others that do not return are given up soon after them, one by one."""
     scheduler = IoScheduler(in_flight_bytes=2 * EXTENT)
     with ExitStack() as opened:
         states, holds = [], []

@@ -192,7 +192,7 @@ SCENARIOS: dict[str, tuple[str, float, int, str, list[str]]] = {
         )
         for what in ("a long batch", "a checkpoint")
     },
-    # Rank 1 first holds Python's lock for longer than silence may last, which nobody minds.
+    # Rank 1 first holds Python's lock for longer than the allowed silence. That must not count as silence.
     "a stopped process is lost and one that computes is not": (
         """
         import ctypes

@@ -220,7 +220,7 @@ def test_what_the_base_is(checkout: Path) -> None:
     assert decide(checkout) == (True, f"as hls/a.cpp changed since {landed[:8]}") and not decide(checkout, changing)[0]
     git(checkout, "update-ref", "refs/remotes/origin/main", changing)
     assert not decide(checkout)[0]
-    git(checkout, "mv", "card.py", "elsewhere.py")  # what is not committed counts, too
+    git(checkout, "mv", "card.py", "elsewhere.py")  # uncommitted changes count, too
     assert decide(checkout)[1].startswith("as card.py changed")
 
 

@@ -284,7 +284,7 @@ SMALL_RING = Case(staged=True, num_buffers=2, shapes=((60_000, 0, 0, 0), (3, 0, 
 
 
 def test_the_update_goes_on_by_itself(tmp_path: Path) -> None:
-    """All tasklets are updated and in the partition though nobody waits for any of them.
+    """All tasklets are updated in the partition, although no code waits for any of them.
 
     Masters in fp32 come from storage: the partition is overwritten and never read.
     """
@@ -335,7 +335,7 @@ class FullPartition(TensorPartition):
 
 @pytest.mark.parametrize("error", [FullPartition.error, MemoryError("a bug")], ids=["storage", "bug"])
 def test_parameters_that_cannot_be_put(tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits next gets the error, or one of ours for it, and the step can be rolled back and repeated."""
+    """The next wait raises the error, or one of ours for it, and the step can be rolled back and repeated."""
     monkeypatch.setattr(FullPartition, "error", error)
     with running(tmp_path, SMALL_RING) as run:
         before, plan = run.state(), run.collect(1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,28 @@ def manifest_with(values: Mapping[str, Any]) -> bytes:
 def tree(folder: Path) -> set[str]:
     """Return the paths of everything below a folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def killed_before(number: int, action: Callable[[], object]) -> bool:
+    """Do something in a process that ends before a later rename or deletion of a file; return whether there was one.
+
+    Args:
+        number: Number of renames and deletions that take place.
+        action: Function to call.
+    """
+    child = os.fork()
+    if child == 0:
+        calls = iter(range(number))
+
+        def counted(call: Any) -> Any:
+            return lambda *args, **kwargs: call(*args, **kwargs) if next(calls, None) is not None else os._exit(9)
+
+        os.rename, os.unlink = counted(os.rename), counted(os.unlink)
+        try:
+            action()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 9)
+    return status != 0

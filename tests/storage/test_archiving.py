@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +33,7 @@ from lightning_smartinfinity.storage.state.space import (
 )
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
-from tests.storage.makers import commit_generation, create, extents, flip, held_by_another_process, left
+from tests.storage.makers import commit_generation, create, extents, flip, held_by_another_process, killed_before, left
 
 JOB, ARCHIVE = "default", "default.aside"
 Stage = Callable[[Mover], None]
@@ -278,26 +278,6 @@ def test_somebody_else_holds_one_part(job: str, folders: list[Path]) -> None:
     assert steps_in(folders) == whole(8, ranks=2, folders=2)
 
 
-def killed_before(number: int, folders: Sequence[Path], *, ranks: int) -> bool:
-    """Archive in a process that ends before a later rename or deletion of a file; return whether there was one."""
-    child = os.fork()
-    if child == 0:
-        calls = iter(range(number))
-
-        def counted(call: Any) -> Any:
-            return lambda *args, **kwargs: call(*args, **kwargs) if next(calls, None) is not None else os._exit(9)
-
-        os.rename, os.unlink = counted(os.rename), counted(os.unlink)
-        try:
-            archive(folders, ranks=ranks)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) in (0, 9)
-    return status != 0
-
-
 @pytest.mark.parametrize(
     ("before", "then", "ranks"),
     long_but(
@@ -314,7 +294,7 @@ def test_a_kill_at_any_moment(before: bool, then: str, ranks: int, folders: list
             leave(here, step=9, ranks=ranks)
             archive(here, ranks=ranks)
         leave(here, step=7, ranks=ranks)
-        was_killed = killed_before(moment, here, ranks=ranks)
+        was_killed = killed_before(moment, partial(archive, here, ranks=ranks))
         assert steps_in(here) | steps_in(here, JOB) == whole(7, ranks=ranks, folders=2)
         job = ARCHIVE if then == "again" else then
         if then == "again":

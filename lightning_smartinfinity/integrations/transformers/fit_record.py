@@ -115,7 +115,7 @@ class TransformersFitRecord(FitRecord):
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        """Remove the folder of :meth:`prepare_resume`, once the Trainer has read it: a kill would leave it."""
+        """Remove the folder of :meth:`prepare_resume` once the Trainer has read it; a later kill would leave it."""
         if self._folder is not None:
             self._folder.cleanup()
 

@@ -36,7 +36,7 @@ __all__ = ["CHECKSUMS_KEY", "has_checksums", "load_verified", "room_for_checksum
 CHECKSUMS_KEY = "smart_infinity_checksums"
 """Key of the checksums in the file."""
 
-_THREADS = 4  # each computes 10 GB/s or more, so that memory is the limit
+_THREADS = 4  # two cores compared 18 GB/s, the limit of their memory
 _ZIP_MAGIC = b"PK"
 _REMEDY = "Export or copy it again, or use another file."
 
