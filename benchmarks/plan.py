@@ -35,7 +35,8 @@ BYTES = {"optimizer state": "state", "parameters": "parameters", "checkpoint bei
 def budgets_of(size: str) -> dict[str, Any]:
     """Return the settings of ``transfer`` that a size such as "60M/nvme/100MB" asks for."""
     budget = size.split("/")[2:]
-    return {name: nbytes for nbytes in budget for name in ("gradient_bytes", "parameter_bytes")}
+    budgets = {name: nbytes for nbytes in budget for name in ("gradient_bytes", "parameter_bytes")}
+    return {"dram_cache_bytes": 0, **budgets}
 
 
 def run(size: str, folder: Path, *, batch: int, seq: int) -> dict[str, Any]:
