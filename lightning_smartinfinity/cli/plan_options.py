@@ -37,8 +37,6 @@ _SIZE = replace(
 _size = reading(str, _SIZE)
 _WORDS = "Pass a size with its unit, such as 24GB, or none"
 _size_or_none = reading(str, replace(optional(_SIZE, "none"), remedy=_WORDS))
-    str, replace(optional(_SIZE, "none"), remedy="Pass a size with its unit, such as 24GB, or none")
-)
 _gpus = reading(whole_number_in, between(1, 1024))
 _count = reading(whole_number_in, between(1, 10**15))
 _checkpoints = reading(
