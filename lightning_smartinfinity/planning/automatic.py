@@ -114,10 +114,12 @@ def with_cache(model: ModelFigures, training: Training, resources: Resources) ->
         resources: Resources of the machine.
     """
     found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
-    most = max(need.total for need in found if need.place is Place.HOST)
+    # The state is kept in memory once the model is built, and what building took is free again.
+    most = max(need.total for need in found if need.place is Place.HOST and need.phase != "building")
     left = resources.host_memory - resources.host_memory // _KEPT_FREE - most
-    nbytes = min(left // training.processes, state_bytes(model, training)) // _GRAIN * _GRAIN
-    if nbytes < _LEAST_CACHE:
+    whole = state_bytes(model, training)
+    nbytes = min(left // training.processes, whole + _GRAIN - 1) // _GRAIN * _GRAIN
+    if nbytes < min(_LEAST_CACHE, whole):
         return training
     cached = replace(training, cache_bytes=nbytes)
     in_every_step = replace(cached, interval=None)

@@ -321,7 +321,7 @@ NODES = ["--nodes", "3", "--network", "1GB", "--drives", "2", "--tbw", "100"]
     ("arguments", "words"),
     [
         pytest.param(
-            ["MODEL", *SMALL, "--tokens", "1e12", "--tbw", "1"],
+            ["MODEL", *SMALL, "--tokens", "1e12", "--tbw", "1", "--dram-cache-bytes", "none"],
             [
                 "It fits.",
                 "Life of the drive (1 TB",
