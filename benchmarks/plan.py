@@ -35,8 +35,7 @@ BYTES = {"optimizer state": "state", "parameters": "parameters", "checkpoint bei
 def budgets_of(size: str) -> dict[str, Any]:
     """Return the settings of ``transfer`` that a size such as "60M/nvme/100MB" asks for."""
     budget = size.split("/")[2:]
-    budgets = {name: nbytes for nbytes in budget for name in ("gradient_bytes", "parameter_bytes")}
-    return {"dram_cache_bytes": 0, **budgets}
+    return {name: nbytes for nbytes in budget for name in ("gradient_bytes", "parameter_bytes")}
 
 
 def run(size: str, folder: Path, *, batch: int, seq: int) -> dict[str, Any]:
@@ -74,7 +73,8 @@ def run(size: str, folder: Path, *, batch: int, seq: int) -> dict[str, Any]:
             seconds.append(time.perf_counter())
 
     zero = {"offload_param": {"device": "nvme"}} if "/nvme" in size else None
-    strategy = SmartInfinityStrategy(folder / "storage", overlap="forward", zero=zero, transfer=budgets_of(size))
+    transfer = {"dram_cache_bytes": 0, **budgets_of(size)}
+    strategy = SmartInfinityStrategy(folder / "storage", overlap="forward", zero=zero, transfer=transfer)
     trainer = quiet_trainer(folder, strategy, max_steps=WARMUP + MEASURED)
     trainer.fit(Module())
     found["training"] = peak()
