@@ -207,7 +207,7 @@ class TransferConfig:
 
     @property
     def manifest_durability(self) -> str:
-        """The ``durability`` in manifests: with ``"interval"``, files are those of ``"step"``, only written less often."""
+        """The ``durability`` in manifests: the files of ``"interval"`` are those of ``"step"``, written less often."""
         return "step" if self.durability == "interval" else self.durability
 
     @property

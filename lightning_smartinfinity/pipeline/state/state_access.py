@@ -75,8 +75,8 @@ def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], step
 def committing(store: StateStore, generation: int, together: Together) -> Iterator[None]:
     """Make the context in which a generation is written and committed; roll back if another process failed.
 
-    With one place per tasklet the new generation stays current, because the previous one no longer exists. State that is
-    written back is lost in memory.
+    With one place per tasklet the new generation stays current, because the previous one no longer exists. State that
+    is written back is lost.
 
     Args:
         store: The store.
@@ -175,15 +175,12 @@ class StateAccess:
         begun, done, total = time.monotonic(), 0, len(tasklets)
         for first in range(0, total, _TASKLETS_AT_ONCE):
             listed = tasklets[first : first + _TASKLETS_AT_ONCE]
-            batch = native.Batch(
-                native.Operation.MODIFY,
-                # Sealed with the generation that it has.
-                [
-                    places._replace(next_generation=int(places.generations[t])).tasklet(self._layout, t, [])
-                    for t in listed
-                ],
-                io_class=native.IoClass.BACKGROUND,
-            )
+            # Each is sealed with the generation that it has.
+            worked = [
+                places._replace(next_generation=int(places.generations[tasklet])).tasklet(self._layout, tasklet, [])
+                for tasklet in listed
+            ]
+            batch = native.Batch(native.Operation.MODIFY, worked, io_class=native.IoClass.BACKGROUND)
             try:
                 self._device.submit(batch)
                 self._device.finish()
@@ -193,8 +190,8 @@ class StateAccess:
             now = time.monotonic()
             if now + (now - begun) / done * (total - done) > deadline:
                 raise StorageTimeoutError(
-                    f"{done} of {total} tasklets of state in memory were written in {now - begun:.1f} s; the others would "
-                    "take too long.",
+                    f"{done} of {total} tasklets of state in memory were written in {now - begun:.1f} s; the others "
+                    "would take too long.",
                     "Pass a larger TransferConfig(flush_timeout=...).",
                 )
 

@@ -29,7 +29,7 @@ _SHARE = 20  # writing takes at most one part in so many of the training's time
 
 
 def begin_write_back(handler: TransferHandler, transfer: TransferConfig, group: ProcessGroup | None) -> None:
-    """Write resident state back at an interval from now on, if the settings ask for it and storage has room. Collective.
+    """Write resident state back from now on, if the settings ask for it and storage has room. Collective.
 
     Args:
         handler: The open handler, whose state is complete on storage.
@@ -51,8 +51,8 @@ def begin_write_back(handler: TransferHandler, transfer: TransferConfig, group: 
         handler.write_through()
     if dist.get_rank() == 0:
         warnings.warn(
-            "durability='interval' works as 'step', which writes all optimizer state in every step: storage has no room "
-            f"for a third place of state. {problems[0]} Free space there.",
+            "durability='interval' works as 'step', which writes all optimizer state in every step: storage has no "
+            f"room for a third place of state. {problems[0]} Free space there.",
             stacklevel=2,
         )
 
