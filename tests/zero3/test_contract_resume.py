@@ -27,7 +27,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import GenerationMixin
@@ -47,6 +47,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import assert_same_tensors, convert, convert_by_command, save_of_two, tensors
+from tests.training.actions import does
 from tests.zero3.test_contract import lacking, passed
 
 
@@ -267,6 +268,30 @@ def test_an_error_ends_in_teardown_after_on_exception(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="ours"):
         trainer.fit(module)
     assert torn == [True]
+
+
+@pytest.mark.seam("`SavesAfterError` keeps a rank that fails alone from saving")
+def test_callbacks_handle_an_error_before_the_strategy(tmp_path: Path) -> None:
+    """Callback.on_exception runs while the error is handled and the status is TrainerStatus.INTERRUPTED.
+
+    Strategy.on_exception comes after it. Trainer.save_checkpoint ends with Strategy.barrier("Trainer.save_checkpoint").
+    """
+    trainer, calls = quiet_trainer(tmp_path, "auto"), mock.Mock()
+    trainer.strategy.on_exception = calls.strategy  # type: ignore[method-assign]
+    trainer.strategy.barrier = calls.barrier  # type: ignore[method-assign]
+
+    def save(*_: Any) -> None:
+        calls.callback(trainer.state.status, sys.exc_info()[1])
+        trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    error, module = ValueError("theirs"), LitTiny(Recipe())
+    trainer.callbacks.append(does(on_exception=save))  # type: ignore[attr-defined]
+    module.on_train_start = mock.Mock(side_effect=error)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="theirs"):
+        trainer.fit(module)
+    callback, barrier, strategy = calls.mock_calls[-3:]
+    assert callback == mock.call.callback(TrainerStatus.INTERRUPTED, error)
+    assert (barrier, strategy) == (mock.call.barrier("Trainer.save_checkpoint"), mock.call.strategy(error))
 
 
 @pytest.mark.seam("all ranks end after the same batch")
