@@ -22,6 +22,7 @@ from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFli
 from tests.fabric import worker as fabric_worker
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import native_testing as testing
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training import actions
@@ -215,17 +216,18 @@ def test_what_stays_gathered_has_its_values_until_the_step(tmp_path: Path) -> No
     assert all(torch.equal(a, b) for a, b in zip(seen["none"], seen["backward"], strict=True))
 
 
-def test_a_rate_that_is_out_of_range_takes_no_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", long_but(["none", "backward"], ["none", "forward", "backward"]))
+def test_a_rate_that_is_out_of_range_takes_no_step(overlap: str, tmp_path: Path) -> None:
     """An invalid learning rate raises at once, and the previous step is the last."""
 
     def spoil_rate(trainer: pl.Trainer, module: Any) -> None:
         if trainer.global_step == 1:
             trainer.strategy.optimizers[0].param_groups[0]["lr"] = -1.0
 
-    module, trainer, _ = prepared(run_of(tmp_path, BF16, "backward"), does(on_after_backward=spoil_rate))
+    module, trainer, _ = prepared(run_of(tmp_path, BF16, overlap), does(on_after_backward=spoil_rate))
     with pytest.raises(ConfigError, match="lr"):
         trainer.fit(module)
-    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 1 and len(module.losses) == 2
+    assert (trainer.strategy.optimizers[0].update.drained_handler().generation, len(module.losses)) == (1, 2)
 
 
 # ---- Ctrl-C
