@@ -19,7 +19,8 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.storage import StateStore, find_resumable, recover_store
-from lightning_smartinfinity.storage.jobs.jobs import Job, find_job, find_jobs, remove_job
+from lightning_smartinfinity.storage.jobs.jobs import Job, find_job, find_jobs
+from lightning_smartinfinity.storage.jobs.removal import remove_job
 from lightning_smartinfinity.storage.records import residual_file
 from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord, read_training_records
@@ -57,8 +58,8 @@ def test_a_whole_store(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPat
     found = scrub_rank(folders[::-1], rank=0, show=show)
     num_bytes = sum(extent.nbytes for extent in store.extents.extents)
     assert found == replace(found, generation=1, num_extents=5, damaged=(), num_bytes=num_bytes)
-    (sentence,) = scrub_rank(folders[:1], rank=0, show=hidden).damaged
-    assert "2 storage folders; 1 named" in sentence
+    with pytest.raises(StorageError, match="2 storage folders; 1 named"):
+        scrub_rank(folders[:1], rank=0, show=hidden)
     assert sum(told) == 0 and len(told) > 1 and tree(tmp_path) == before
     assert recover_store([tmp_path / "a", tmp_path / "b"]).generation == 1
 
@@ -219,7 +220,7 @@ def test_a_job_with_a_damaged_lock(tmp_path: Path, content: bytes) -> None:
     of_ranks(tmp_path, 0)
     (tmp_path / "default/rank-00000/lock").write_bytes(content)
     job = only(tmp_path)
-    assert job.damaged == (content[0] != 0) and remove_job(job, kept=False) == [] and tree(tmp_path) == set()
+    assert bool(job.problems) == (content[0] != 0) and remove_job(job, kept=False) == [] and tree(tmp_path) == set()
 
 
 # ---- the residual of a training record: what is on storage is the record's, or is told from it
