@@ -307,13 +307,13 @@ def test_the_order_goes_on_with_workers(name: str) -> None:
 def test_another_number_of_workers(saved: int, now: int, given: int | None) -> None:
     """The order goes on even if the resumed run has workers and the saved one had none, or the other way round."""
 
-    def make(num_workers: int) -> DataLoader[Any]:
-        return DataLoader(Plain(), 2, shuffle=True, num_workers=num_workers, generator=given and generator(given))
+    def make(num_workers: int, own: int | None) -> DataLoader[Any]:
+        return DataLoader(Plain(), 2, shuffle=True, num_workers=num_workers, generator=own and generator(own))
 
     seed(1)
-    state, left = stopped(make(saved), 2)
+    state, left = stopped(make(saved, given), 2)
     seed(9)
-    assert rest(make(now), state) == left
+    assert rest(make(now, given and 9), state) == left
 
 
 def test_a_state_from_before_the_first_iteration() -> None:
