@@ -25,6 +25,7 @@ from tests.helpers import native_testing as testing
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
+from tests.pipeline.harness import assert_equal
 from tests.training import actions
 from tests.training.actions import does, fail_at
 from tests.training.test_loop_manual import Manual
@@ -75,9 +76,7 @@ def result(
 
 def assert_same(ours: tuple[Any, dict[str, torch.Tensor]], theirs: tuple[Any, dict[str, torch.Tensor]]) -> None:
     assert repr(ours[0]) == repr(theirs[0])  # as text, NaNs are equal
-    assert ours[1].keys() == theirs[1].keys()
-    for name, master in theirs[1].items():
-        assert torch.equal(ours[1][name], master), name
+    assert_equal(ours[1], theirs[1])
 
 
 ACCESSES: list[actions.Action] = [
@@ -88,10 +87,14 @@ ACCESSES: list[actions.Action] = [
     actions.save,
     actions.drain,
 ]
+LOOKS: list[actions.Action] = [actions.read_state, actions.gather, actions.refresh_masters, actions.save, actions.drain]
 
 
 def test_what_reads_or_writes_from_outside_finishes_the_update(tmp_path: Path) -> None:
-    """After each access nothing is in flight, and training continues with the same losses."""
+    """After each access nothing is in flight, and training continues with the same losses.
+
+    Where the access changes nothing, these are the losses of an undisturbed training.
+    """
     seen: list[tuple[str, bool, bool]] = []
 
     def access(trainer: pl.Trainer, module: Any) -> None:
@@ -101,6 +104,9 @@ def test_what_reads_or_writes_from_outside_finishes_the_update(tmp_path: Path) -
         seen.append((action.__name__, before, handler.in_flight))
         module.losses.append(read)  # type: ignore[arg-type]
 
+    def look(trainer: pl.Trainer, module: Any) -> None:
+        LOOKS[trainer.global_step % len(LOOKS)](trainer, module)
+
     recipe = dataclasses.replace(BF16, precision="32-true", max_steps=len(ACCESSES))
     ours, theirs = (
         result(Run(str(tmp_path / overlap), recipe, options={"overlap": overlap}), does(on_train_batch_end=access))
@@ -108,6 +114,12 @@ def test_what_reads_or_writes_from_outside_finishes_the_update(tmp_path: Path) -
     )
     assert_same(ours, theirs)
     assert seen == [(action.__name__, busy, False) for busy in (True, False) for action in ACCESSES]
+    looked, undisturbed = (
+        result(Run(str(tmp_path / name), recipe, options={"overlap": "forward"}), does(**hooks))
+        for name, hooks in (("looked", {"on_train_batch_end": look}), ("undisturbed", {}))
+    )
+    assert looked[0][0] == undisturbed[0][0]
+    assert_equal(looked[1], undisturbed[1])
 
 
 def assert_holds(trainer: pl.Trainer, module: LitTiny, masters: dict[str, torch.Tensor]) -> None:
