@@ -300,7 +300,7 @@ def test_odd_names(name: str, tmp_path: Path, losses: list[float], attack: Attac
 
 
 class Folders:
-    """The storage folders of an interrupted training, two for each rank, which :meth:`put_back` puts back.
+    """The storage folders of an interrupted training, two for each rank, which :meth:`place` puts back and moves.
 
     Args:
         scratch: A folder.
@@ -327,34 +327,30 @@ class Folders:
         self.root.mkdir(exist_ok=True)
         return on_ranks(function, self.root, *arguments)
 
-    def put_back(self) -> None:
-        """Put the folders back as they were when the training was interrupted, and remove all else."""
-        for folder in (self.storage[0].parent, self.root, self.root.parent / "new"):
-            shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(self._kept, self.storage[0].parent)
-
     def place(self, how: str) -> list[Path]:
         """Put them where they are after something has happened, and return the folders that a user names."""
-        self.put_back()
-        a, b = self.storage
-        beside = a.parent
+        for folder in (self.root, self.storage[0].parent):
+            shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self._kept, self.storage[0].parent)
+        named = {name: self.storage[0].parent / name for name in (*"abcd", "aside", "unmounted")}
         if how == "another training's":
-            interrupted(self.root, beside / "other")
-        if how in ("absent", "another training's", "replaced by a new drive"):
-            b.rename(beside / "unmounted")
-        if how == "another training's":
-            (beside / "other").rename(b)
-        elif how == "replaced by a new drive":
-            interrupted(self.root, b)
-        elif how == "swapped":
-            for old, new in ((a, beside / "aside"), (b, a), (beside / "aside", b)):
-                old.rename(new)
-        elif how in ("moved", "copied"):
-            shutil.copytree(beside, self.root.parent / "new")
-            for old in (a, b) if how == "moved" else ():
-                shutil.rmtree(old)
-            return [self.root.parent / "new" / name for name in "ab"]
-        return [b, a] if how == "in another order" else [a, b]
+            interrupted(self.root, named["aside"])
+        for old, new in map(str.split, MOVES.get(how, ())):
+            (shutil.copytree if how == "copied" else Path.rename)(named[old], named[new])
+        if how == "replaced by a new drive":
+            interrupted(self.root, named["b"])
+        return [named[name] for name in {"moved": "cd", "copied": "cd", "in another order": "ba"}.get(how, "ab")]
+
+
+MOVES = {
+    "absent": ["b unmounted"],
+    "swapped": ["a aside", "b a", "aside b"],
+    "moved": ["a c", "b d"],
+    "copied": ["a c", "b d"],
+    "another training's": ["b unmounted", "aside b"],
+    "replaced by a new drive": ["b unmounted"],
+}
+"""Which folder is renamed to which, or copied."""
 
 
 def uninterrupted(root: Path) -> list[float]:
@@ -418,11 +414,8 @@ def test_folders_that_are_elsewhere(
     left = files_of(training.place(how), "default")
     training.call(interrupted, *now)
     assert files_of(now, "default.aside") == left
-    if how == "swapped":
-        now = [b, a]
-    elif how in LOST:
+    if how in LOST:
         shutil.rmtree(b)
         (a.parent / "unmounted").rename(b)
-    elif how == "in another order":
-        now = [a, b]
+    now = now[::-1] if how in ("swapped", "in another order") else now
     assert training.call(resumed, "storage", "default.aside", *now) == training.after

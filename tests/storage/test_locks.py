@@ -26,7 +26,6 @@ from lightning_smartinfinity.storage.folders.lock_content import packed
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.replacement import flush
 from lightning_smartinfinity.storage.folders.staging_folder import locked, mark_of
-from lightning_smartinfinity.storage.jobs.jobs import Job, find_jobs, with_lost_parts
 from lightning_smartinfinity.storage.state.space import leftover_bytes
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
@@ -39,6 +38,7 @@ from tests.storage.makers import (
     flipped,
     held_by_another_process,
     left,
+    listed,
     recovered,
     tree,
 )
@@ -130,10 +130,6 @@ def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes, said: str) -> 
             attempt([tmp_path])
     assert main(["scrub", str(tmp_path), "--quiet"]) == (2 if said == NEWER else 1)
     assert lock.read_bytes() == foreign and tree(tmp_path) == before
-
-
-def listed(*folders: Path) -> list[Job]:
-    return with_lost_parts(folders[0], [job for each in folders for job in find_jobs(each)], calls_of=lambda _: None)
 
 
 # Every 31st is each bit of some byte, and a bit of each byte.

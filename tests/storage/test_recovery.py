@@ -27,7 +27,7 @@ from lightning_smartinfinity.storage import find_resumable, recover_store
 from lightning_smartinfinity.storage.folders.manifest import read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.io.files import OpenFile, write_all
-from lightning_smartinfinity.storage.jobs.jobs import find_job, find_jobs, with_lost_parts
+from lightning_smartinfinity.storage.jobs.jobs import find_job
 from lightning_smartinfinity.storage.jobs.removal import remove_job
 from lightning_smartinfinity.storage.jobs.trainings import Condition, trainings_in
 from lightning_smartinfinity.storage.records import record_writes
@@ -55,6 +55,7 @@ from tests.storage.makers import (
     flipped,
     killed_before,
     left,
+    listed,
     manifest_with,
     recovered,
     tree,
@@ -252,8 +253,8 @@ def test_folders_must_be_those_of_the_store(tmp_path: Path) -> None:
     for old, new in ((a, d), (b, a), (d, b)):
         old.rename(new)
     right = f": storage={[str(b), str(a)]!r}."
-    jobs = with_lost_parts(a, [*find_jobs(a), *find_jobs(b)], calls_of=lambda _: None)
-    assert refused(a, b).endswith(right) and all(job.problems[0].endswith(f"in this order{right}") for job in jobs)
+    assert refused(a, b).endswith(right)
+    assert all(job.problems[0].endswith(f"in this order{right}") for job in listed(a, b))
     b.rename(d)
     said = refused(a, b)
     assert said.startswith(f"{str(b / 'default/rank-00000')!r} cannot be found")
@@ -432,8 +433,7 @@ def test_a_file_that_is_missing_beside_records_of_steps(name: str, tmp_path: Pat
         lost = sorted(folder.glob(name))
         for path in lost:
             path.unlink()
-        found = [job for storage in folders for job in find_jobs(storage)]
-        jobs = with_lost_parts(folders[0], found, calls_of=lambda _: None)
+        jobs = listed(*folders)
         assert look_at(OpenFolder(folder)).is_damaged == jobs[0].damaged == (num_steps == 2)
     (sentence,) = scrub_rank([storage / "default/rank-00000" for storage in folders], rank=0, show=hidden).damaged
     with pytest.raises(StorageCorruptError) as caught:

@@ -251,47 +251,34 @@ def test_the_connector_looks_up_its_handler_of_sigterm_on_itself(tmp_path: Path)
 
 
 @pytest.mark.seam("`end_by` raises an error that names the lost rank instead of a collective's")
+@pytest.mark.seam(
+    "`SavesAfterError` keeps a rank that fails alone from saving",
+    "`Callback.on_exception` runs before it, while the error is handled and the status is `TrainerStatus.INTERRUPTED`. "
+    '`Trainer.save_checkpoint` ends with `Strategy.barrier("Trainer.save_checkpoint")`.',
+)
 def test_an_error_ends_in_teardown_after_on_exception(tmp_path: Path) -> None:
     """Strategy.on_exception may replace an error, before Trainer._teardown ends signals, loops and strategy."""
-    trainer = quiet_trainer(tmp_path, "auto")
-    torn = []
-
-    def on_exception(exception: BaseException) -> None:
-        assert str(exception) == "theirs"
-        trainer._teardown()
-        torn.append(True)
-        raise KeyError("ours") from exception
-
-    trainer.strategy.on_exception = on_exception  # type: ignore[method-assign]
-    module: Any = LitTiny(Recipe())
-    module.on_train_start = mock.Mock(side_effect=ValueError("theirs"))
-    with pytest.raises(KeyError, match="ours"):
-        trainer.fit(module)
-    assert torn == [True]
-
-
-@pytest.mark.seam("`SavesAfterError` keeps a rank that fails alone from saving")
-def test_callbacks_handle_an_error_before_the_strategy(tmp_path: Path) -> None:
-    """Callback.on_exception runs while the error is handled and the status is TrainerStatus.INTERRUPTED.
-
-    Strategy.on_exception comes after it. Trainer.save_checkpoint ends with Strategy.barrier("Trainer.save_checkpoint").
-    """
     trainer, calls = quiet_trainer(tmp_path, "auto"), mock.Mock()
-    trainer.strategy.on_exception = calls.strategy  # type: ignore[method-assign]
-    trainer.strategy.barrier = calls.barrier  # type: ignore[method-assign]
 
     def save(*_: Any) -> None:
         calls.callback(trainer.state.status, sys.exc_info()[1])
         trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
-    error, module = ValueError("theirs"), LitTiny(Recipe())
+    def on_exception(exception: BaseException) -> None:
+        assert str(exception) == "theirs"
+        trainer._teardown()
+        calls.torn()
+        raise KeyError("ours") from exception
+
     trainer.callbacks.append(does(on_exception=save))  # type: ignore[attr-defined]
+    trainer.strategy.on_exception = on_exception  # type: ignore[method-assign]
+    trainer.strategy.barrier = calls.barrier  # type: ignore[method-assign]
+    error, module = ValueError("theirs"), LitTiny(Recipe())
     module.on_train_start = mock.Mock(side_effect=error)  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="theirs"):
+    with pytest.raises(KeyError, match="ours"):
         trainer.fit(module)
-    callback, barrier, strategy = calls.mock_calls[-3:]
-    assert callback == mock.call.callback(TrainerStatus.INTERRUPTED, error)
-    assert (barrier, strategy) == (mock.call.barrier("Trainer.save_checkpoint"), mock.call.strategy(error))
+    handled, saved = mock.call.callback(TrainerStatus.INTERRUPTED, error), mock.call.barrier("Trainer.save_checkpoint")
+    assert calls.mock_calls[-3:] == [handled, saved, mock.call.torn()]
 
 
 @pytest.mark.seam("all ranks end after the same batch")
