@@ -314,4 +314,4 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bytes, so that NaNs and signs of zeros are compared too."""
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().unsqueeze(-1).view(torch.uint8)  # a scalar, too
