@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, StorageError, StorageFullError, TopK
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
+from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.storage.folders import staging_folder
 from lightning_smartinfinity.storage.folders.lock import FolderLock
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
@@ -106,6 +107,11 @@ def fail_roll_back(optimizer: Any) -> None:
     optimizer.rank_state.handler.roll_back = unreadable
 
 
+def lose_gradient(optimizer: Any) -> None:
+    """Make the next sums of squares fail because a copy from a device has failed."""
+    optimizer.rank_state.arena.sum_of_squares = mock.Mock(side_effect=CudaError("A copy failed.", CudaError.REMEDY))
+
+
 def damage_payload(optimizer: Any) -> None:
     """Corrupt the payload of the next step just before the step is committed."""
     state = optimizer.rank_state
@@ -152,14 +158,15 @@ def steps(root: Path, overlap: str, *activations: str) -> dict[str, Any]:
 
     In the first fit a write of state fails, in the second one the write of the commit record; with activations a read
     and a write of these fail in two fits before. With ``none`` an earlier fit damages its compressed gradients in
-    memory. With ``backward`` an earlier fit cannot roll back a speculative update. With ``forward`` a loop in Fabric
-    follows that ends with a step in flight.
+    memory. With ``backward`` an earlier fit loses a gradient, and one cannot roll back a speculative update. With
+    ``forward`` a loop in Fabric follows that ends with a step in flight.
     """
     seen: dict[str, Any] = {}
     if overlap == "none":
         failure = on_rank_one(damage_payload, step=1)
         _, seen["damage_payload"] = fit_failing(root, overlap, failure, compression=TopK(0.05))
     if overlap == "backward":
+        _, seen["lose_gradient"] = fit_failing(root, overlap, on_rank_one(lose_gradient))
         # Clipping makes every speculative update wrong. After the third one speculation pauses.
         _, seen["fail_roll_back"] = fit_failing(root, overlap, on_rank_one(fail_roll_back, step=1), clip=1e-3)
     of_activations = (fail_read_of_activations, fail_write_of_activations) if activations else ()
@@ -334,6 +341,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(
     if overlap == "forward":
         assert seen[0]["close_in_flight"], "a step was rolled back on one rank and not on the other"
     if overlap == "backward":
+        assert seen[0]["lose_gradient"].startswith("CudaError: A copy failed. It comes from rank 1")
         assert (
             seen[0]["fail_roll_back"].startswith("StorageError: The optimizer state of this training is lost")
             and "rank-00001" in seen[0]["fail_roll_back"]

@@ -53,7 +53,10 @@ CASES: dict[str, tuple[Recipe, dict[str, Any]]] = {
     # The loss scale makes the first steps overflow and be skipped.
     "16-mixed": (dataclasses.replace(BF16, precision="16-mixed"), {"initial_scale_power": 22, "hysteresis": 1}),
     "nvme": (dataclasses.replace(BF16, tied=False), {"zero": NVME}),
-    "cpu": (dataclasses.replace(BF16, precision="32-true"), {"zero": {"offload_param": {"device": "cpu"}}}),
+    "cpu": (
+        dataclasses.replace(BF16, precision="32-true", frozen=True),
+        {"zero": {"offload_param": {"device": "cpu"}}},
+    ),
 }
 
 
