@@ -262,12 +262,10 @@ def test_compressed_gradients_are_counted(codec: GradientCodec, tmp_path: Path) 
     """Payloads of every codec, and its residual if it keeps one, are those of the run, to the byte."""
     strategy = fit(tmp_path, Configured(RECIPE), plan="auto", compression=codec, overlap="none")
     planned, held = strategy._planned, strategy.host_bytes
-    assert (
-        planned is not None
-        and held_by_update(planned.figures, planned.training) == held
-        and held["payloads"] > 0
-        and held.get("residual", 0) == 4 * strategy.state_numel * codec.keeps_residual
-    )
+    assert planned is not None
+    assert held_by_update(planned.figures, planned.training) == held
+    assert held.get("residual", 0) == 4 * strategy.state_numel * codec.keeps_residual
+    assert held["payloads"] > 0
 
 
 def test_each_fit_is_planned_anew(tmp_path: Path) -> None:
@@ -302,12 +300,9 @@ def test_bad_input(plan: Any, message: str) -> None:
 def test_two_processes_choose_alike(tmp_path: Path) -> None:
     """The least that any rank sees counts, and both train with the same settings to the same bits."""
     ranks = each_rank("planned", tmp_path)
-    assert (
-        ranks[0]["settings"] == ranks[1]["settings"]
-        and "nvme" in ranks[0]["settings"][0]
-        and ranks[0]["losses"] == ranks[0]["expected"]
-        and [len(rank["told"]) for rank in ranks] == [1, 0]
-    )
+    assert ranks[0]["settings"] == ranks[1]["settings"]
+    assert "nvme" in ranks[0]["settings"][0]
+    assert (ranks[0]["losses"], [len(rank["told"]) for rank in ranks]) == (ranks[0]["expected"], [1, 0])
 
 
 def test_a_fit_after_an_evaluation(tmp_path: Path) -> None:
