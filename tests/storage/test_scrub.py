@@ -19,6 +19,8 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.storage import StateStore, find_resumable, recover_store
+from lightning_smartinfinity.storage.folders.lock import read_lock
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.jobs.jobs import Job, find_job, find_jobs
 from lightning_smartinfinity.storage.jobs.removal import remove_job
 from lightning_smartinfinity.storage.records import residual_file
@@ -93,10 +95,15 @@ def test_a_file_without_content(tmp_path: Path, name: str) -> None:
 
 
 def test_the_lock_of_a_store_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written to the lock, two may read at once, and a training that starts meanwhile is told why not."""
+    """Nothing is written to the lock, two may read at once, and a training that starts meanwhile is told why not.
+
+    Versions before 0.1.0.dev6 kept the seal among the notes. They are read as theirs.
+    """
     _, (folder,) = made(tmp_path)
+    _, notes = read_lock(OpenFolder(folder))
     (folder / "lock").write_text("123\n" + "\n".join(sorted((folder / "lock").read_text().splitlines()[1:])) + "\n")
     before = (folder / "lock").read_bytes()
+    assert read_lock(OpenFolder(folder)) == (123, notes)
     seen = []
 
     @contextmanager
