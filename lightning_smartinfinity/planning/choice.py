@@ -18,12 +18,14 @@ from lightning_smartinfinity.planning.needs import (
     least_gradient_budget,
     least_parameter_budget,
     needs,
+    pinned_partition_bytes,
 )
 from lightning_smartinfinity.planning.pace import Pace, Rates, pace, seconds_beside_update
 from lightning_smartinfinity.planning.training import OFFLOADS, Training
 
 __all__ = [
     "BUDGETS",
+    "PINNED_SHARE",
     "TIGHT",
     "Alternative",
     "Plan",
@@ -36,6 +38,7 @@ __all__ = [
     "make_plan",
     "nearest",
     "parameter_budgets",
+    "with_pinned",
 ]
 
 _BF16_BYTES, _FP32_BYTES, _ADAM_BYTES, _ADAM_8_BIT_BYTES = 2, 4, 8, 2
@@ -48,6 +51,9 @@ BUDGETS = (4 * 10**9, 10**9, 256 * 10**6)
 
 TIGHT = 0.9
 """Share of the available bytes above which a need is tight, because plans are accurate to 10 %."""
+
+PINNED_SHARE = 0.5
+"""Most of the host memory, as a share, that frozen parameters may pin: pinned memory cannot be swapped or reclaimed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +181,7 @@ def cheapest(model: ModelFigures, training: Training, resources: Resources, rate
                 fitting = [one for one in candidates if fits(model, one, resources, share=share)]
                 if fitting:
                     beside = partial(seconds_beside_update, model, rates=rates, on_gpu=resources.on_gpu)
-                    return make_plan(model, min(fitting, key=beside), resources, rates)
+                    return make_plan(model, with_pinned(model, min(fitting, key=beside), resources), resources, rates)
     return None
 
 
@@ -206,6 +212,19 @@ def fits(model: ModelFigures, training: Training, resources: Resources, *, share
 def _has_room(need: Need, resources: Resources, *, share: float = 1.0) -> bool:
     # Bytes on the disk are known exactly, so they need no margin.
     return need.total <= resources.has(need.place) * (1.0 if need.place is Place.DISK else share)
+
+
+def with_pinned(model: ModelFigures, training: Training, resources: Resources) -> Training:
+    """Pin the frozen parameters in host memory, so that copies to the GPU are asynchronous, if they are few enough.
+
+    Without frozen parameters there is nothing to gain: DeepSpeed pins trained ones in any case.
+    """
+    pinned = training.processes * pinned_partition_bytes(model, training)
+    may_pin = training.offload_param == "cpu" and resources.on_gpu and model.frozen
+    if not may_pin or pinned > PINNED_SHARE * resources.host_memory:
+        return training
+    with_pins = replace(training, pin_memory=True)
+    return with_pins if fits(model, with_pins, resources) else training
 
 
 def lack(model: ModelFigures, resources: Resources, training: Training) -> float:

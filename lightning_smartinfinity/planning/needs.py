@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -32,6 +32,7 @@ __all__ = [
     "least_gradient_budget",
     "least_parameter_budget",
     "needs",
+    "pinned_partition_bytes",
     "spilled_gradient_bytes",
     "state_bytes",
     "stored_bytes",
@@ -172,7 +173,8 @@ def _host_phases(
     # After the model is partitioned, and before there are gradients, the first state is written through the ring.
     slots = training.num_buffers * layout_of(model.trained, training).extents.place_bytes
     writing = {**held, "ring": slots}
-    yield "building", max(building, writing, key=lambda owners: sum(owners.values()))
+    moving = {**held, **_moved_partitions(model, training, on_gpu=on_gpu)}
+    yield "building", max(building, writing, moving, key=lambda owners: sum(owners.values()))
     computing = {} if on_gpu else {**activation_owners(model, training), "buffers": model.buffer_bytes}
     if not on_gpu and training.world_size > 1 and training.parameter_budget is None:
         computing["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
@@ -203,7 +205,35 @@ def _held_parameters(model: ModelFigures, training: Training, *, on_gpu: bool) -
         largest = training.item_bytes * _share(model.largest, training)
         buffers = training.parameter_budget or _PARAMETER_BUFFERS * whole_blocks(largest)
         return {"parameters": kept, "parameter buffers": min(buffers, stored) + min(_TRANSFER_BYTES, stored)}
-    return {} if on_gpu and training.offload_param == "none" else {"parameters": whole}
+    if not on_gpu:
+        return {"parameters": whole}
+    if training.offload_param == "none":
+        return {}
+    trained, frozen = (_bytes_of(numels, training) for numels in (model.trained, model.frozen))
+    if not training.pin_memory:
+        return {"parameters": _pinned(trained) + frozen}
+    # The partitions of trained parameters were copied into one buffer, and torch keeps the memory that they had.
+    return {"parameters": _pinned(trained), "pinned partitions": pinned_partition_bytes(model, training)}
+
+
+def pinned_partition_bytes(model: ModelFigures, training: Training) -> int:
+    """Return the bytes that one process with a GPU pins with ``pin_memory``, for partitions in host memory."""
+    return sum(_pinned(training.item_bytes * share) for share in _shares(model, training))
+
+
+def _pinned(nbytes: int) -> int:
+    """Return the bytes that torch takes for pinned memory: a power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def _moved_partitions(model: ModelFigures, training: Training, *, on_gpu: bool) -> dict[str, int]:
+    """Return the partitions in host memory that exist a second time, while DeepSpeed copies them into one buffer."""
+    moves = on_gpu and training.offload_param == "cpu" and not training.pin_memory
+    return {"partitions being moved": _bytes_of(model.trained, training)} if moves else {}
+
+
+def _bytes_of(numels: Iterable[int], training: Training) -> int:
+    return training.item_bytes * sum(_share(numel, training) for numel in numels)
 
 
 def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = False) -> dict[str, int]:

@@ -298,7 +298,7 @@ WIDE = ModelFigures(name="m", trained=(EMBEDDING, *LAYER * 80, EMBEDDING), num_l
     ("model", "machine", "offload"),
     [
         pytest.param(SEVEN, {"host_memory": 500 * GB, "gpu_memory": 80 * GB}, "none", id="a large machine"),
-        pytest.param(llama(13), {}, "cpu", id="13B with 24 GB on the GPU and 64 GB of memory"),
+        pytest.param(llama(13), {"host_memory": 70 * GB}, "cpu", id="13B with 24 GB on the GPU and 80 GB of memory"),
         pytest.param(llama(13), {"host_memory": 25 * GB}, None, id="13B with 32 GB of memory"),
         pytest.param(llama(70), {"disk": 4_000 * GB}, "nvme", id="70B"),
         pytest.param(WIDE, {"host_memory": 16 * GB, "disk": 6_000 * GB, "gpu_memory": 24 * GB}, "nvme", id="embedding"),
@@ -319,6 +319,29 @@ def test_what_trains_on_a_desktop(model: ModelFigures, machine: dict[str, int], 
     assert "B parameters, 1 x 2048 tokens" in words and "GPU memory   training" in words
     assert ("offload_param device             nvme" in words) == (plan.training.offload_param == "nvme")
     assert ("transfer gradient_bytes" in words) == (plan.training.gradient_budget is not None)
+
+
+ADAPTED = replace(SEVEN, trained=(3 << 20,), frozen=(3 << 26,) * 32, largest_module=3 << 26)
+
+
+@pytest.mark.parametrize(
+    ("model", "host_memory", "pinned", "words"),
+    [
+        pytest.param(SEVEN, 60 * GB, False, "False (trained parameters are pinned in any case)", id="all are trained"),
+        pytest.param(ADAPTED, 60 * GB, True, "True (17.19 GB, of at most 30.00 GB)", id="within the budget"),
+        pytest.param(ADAPTED, 30 * GB, False, "False (frozen parameters would pin 17.19 GB", id="beyond the budget"),
+    ],
+)
+def test_frozen_parameters_are_pinned_within_a_budget(
+    model: ModelFigures, host_memory: int, pinned: bool, words: str
+) -> None:
+    """Torch takes a power of two for each; trained ones are in one buffer, which DeepSpeed pins by itself."""
+    resources = replace(DESKTOP, gpu_memory=8 * GB, host_memory=host_memory)
+    plan = choose(model, ASKED, resources, RATES, Open())
+    assert (plan.training.offload_param, plan.training.pin_memory) == ("cpu", pinned)
+    assert f"pin_memory         {words}" in plan_in_words(model, ASKED, plan, resources, open_=Open())
+    held = need(plan, Place.HOST, "training").owners
+    assert held["parameters"] == (1 << 34 if model is SEVEN else (1 << 23) + (0 if pinned else 32 * (3 << 27)))
 
 
 def test_no_other_combination_is_faster() -> None:
