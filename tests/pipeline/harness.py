@@ -189,6 +189,11 @@ class Run:
         self.handler.begin_step(self.collect(number))
         self.handler.commit()
 
+    def roll_back_to(self, before: dict[str, torch.Tensor]) -> None:
+        """Roll the step back, and assert that the state is the one before it."""
+        self.handler.roll_back()
+        assert_equal(self.state(), before)
+
     def steps(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.step(number)

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, StorageError, StorageFullError, TopK
+from lightning_smartinfinity import SmartInfinityStrategy, StorageError, StorageFullError, TopK
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.storage.folders import staging_folder
@@ -41,6 +41,7 @@ from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.processes import run_module
 from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import fit, quiet_trainer
+from tests.stock.situations import error_of
 from tests.stock.systems import Hook
 from tests.training.asynchronous_worker import TRANSFER, contents
 from tests.training.rank_worker import CASES
@@ -48,15 +49,6 @@ from tests.training.test_bad_input import refused
 from tests.training.worker import Recorder, Run, each_rank, train
 
 RECIPE = Recipe(precision="bf16-mixed", max_steps=6)
-
-
-def met(action: Callable[[], object]) -> str:
-    """Return the error that an action raises."""
-    try:
-        action()
-    except SmartInfinityError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def on_rank_one(fail: Callable[[Any], None], step: int = 2) -> Hook:
@@ -131,7 +123,7 @@ def fit_failing(
     zero = {"reduce_bucket_size": 4000}  # gradients leave during backward
     strategy = SmartInfinityStrategy(root / "storage", overlap=overlap, zero=zero, **options)
     trainer = quiet_trainer(root, strategy, devices=2, max_steps=5, gradient_clip_val=clip, callbacks=[failure])
-    return trainer, met(lambda: trainer.fit(LitTiny(RECIPE)))
+    return trainer, error_of(lambda: trainer.fit(LitTiny(RECIPE)))
 
 
 def close_in_flight(root: Path) -> bool:
@@ -220,7 +212,7 @@ def save_with_faults(trainer: Any, path: Path) -> dict[str, Any]:
         trainer.strategy.barrier()
         with fault(path) if trainer.global_rank == 0 else nullcontext():
             trainer.strategy.barrier()
-            found = met(lambda: trainer.save_checkpoint(path))
+            found = error_of(lambda: trainer.save_checkpoint(path))
             trainer.strategy.barrier()
         trainer.strategy.barrier()
         seen[name] = {"met": found, "same": contents(path) == before}
