@@ -262,7 +262,7 @@ def test_a_gradient_of_another_rank_is_not_finite(tmp_path: Path) -> None:
         run_of(tmp_path / "binding", recipe, **BINDING, devices=2),
     ]
     straight, binding = launch(*runs, worker="tests.training.guesses_worker")
-    counted = [binding.extra.pop(name) for name in ("adopted", "binding", "discarded", "fetching")]
+    counted = [binding.extra.pop(name) for name in ("adopted", "binding", "discarded", "counts")]
     assert (counted[:3], binding.extra["skipped"]) == ([7, 3, 1], [4])
     expected = {name: straight.extra[name] for name in binding.extra}
     assert_same(((binding.losses, binding.extra), binding.masters), ((straight.losses, expected), straight.masters))

@@ -342,8 +342,8 @@ def test_what_surrounds_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     plan_training(roomy, LitTiny(RECIPE), around)
     assert "taken for AdamW" in told[-1]
     seven = PlanConfig(model="7B", gpu_memory="10GB", host_memory="64GB", disk="2TB")
-    on_gpu = plan_training(dataclasses.replace(roomy, plan=seven), None, dataclasses.replace(around, on_gpu=True))
-    assert on_gpu.settings.zero == {"offload_param": {"device": "cpu", "pin_memory": False}}
+    planned = plan_training(dataclasses.replace(roomy, plan=seven), None, dataclasses.replace(around, on_gpu=True))
+    assert planned.settings.zero == {"offload_param": {"device": "cpu", "pin_memory": False}}
     tables = []
     for folders in (("a/b",), ("a/b", "c")):  # none of which exists yet
         storage = tuple(tmp_path / folder for folder in folders)
