@@ -19,7 +19,7 @@ from lightning_smartinfinity.planning.choice import (
     with_pinned,
 )
 from lightning_smartinfinity.planning.model import ModelFigures
-from lightning_smartinfinity.planning.needs import Place, needs, pinned_partition_bytes, state_bytes
+from lightning_smartinfinity.planning.needs import MemoryKind, needs, pinned_partition_bytes, state_bytes
 from lightning_smartinfinity.planning.needs_table import in_gb, needs_table
 from lightning_smartinfinity.planning.pace import Rates, seconds_beside_update
 from lightning_smartinfinity.planning.training import OFFLOADS, Training
@@ -109,7 +109,7 @@ def _with_cache(model: ModelFigures, training: Training, resources: Resources, o
     if not open_.cache_bytes:
         return training
     found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
-    most = max(need.total for need in found if need.place is Place.HOST)
+    most = max(need.total for need in found if need.place is MemoryKind.HOST)
     left = resources.host_memory - resources.host_memory // _KEPT_FREE - most
     nbytes = min(left // training.processes, state_bytes(model, training)) // _GRAIN * _GRAIN
     return replace(training, cache_bytes=nbytes) if nbytes >= _LEAST_CACHE else training

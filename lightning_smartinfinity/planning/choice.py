@@ -12,8 +12,8 @@ from lightning_smartinfinity.planning.model import ModelFigures
 from lightning_smartinfinity.planning.needs import (
     CUDA_CONTEXT_BYTES,
     PROCESS_BYTES,
+    MemoryKind,
     Need,
-    Place,
     activation_owners,
     least_gradient_budget,
     least_parameter_budget,
@@ -83,9 +83,10 @@ class Resources:
         """Whether a GPU computes."""
         return self.gpu_memory is not None
 
-    def has(self, place: Place) -> int:
-        """Return the available bytes in a place."""
-        return {Place.GPU: self.gpu_memory or 0, Place.HOST: self.host_memory, Place.DISK: self.disk}[place]
+    def has(self, place: MemoryKind) -> int:
+        """Return the available bytes of one kind of memory."""
+        sizes = {MemoryKind.GPU: self.gpu_memory or 0, MemoryKind.HOST: self.host_memory, MemoryKind.DISK: self.disk}
+        return sizes[place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +212,7 @@ def fits(model: ModelFigures, training: Training, resources: Resources, *, share
 
 def _has_room(need: Need, resources: Resources, *, share: float = 1.0) -> bool:
     # Bytes on the disk are known exactly, so they need no margin.
-    return need.total <= resources.has(need.place) * (1.0 if need.place is Place.DISK else share)
+    return need.total <= resources.has(need.place) * (1.0 if need.place is MemoryKind.DISK else share)
 
 
 def with_pinned(model: ModelFigures, training: Training, resources: Resources) -> Training:

@@ -21,8 +21,8 @@ __all__ = [
     "CUDA_HOST_BYTES",
     "ENGINE_BYTES",
     "PROCESS_BYTES",
+    "MemoryKind",
     "Need",
-    "Place",
     "activation_owners",
     "building_owners",
     "checkpoint_bytes",
@@ -68,8 +68,8 @@ _CHECKPOINT_FILES = 64 * 1024  # bytes of a checkpoint besides its tensors: arch
 _CHECKPOINT_BYTES_PER_PARAMETER = 256
 
 
-class Place(Enum):
-    """The place of bytes."""
+class MemoryKind(Enum):
+    """The kind of memory that holds bytes."""
 
     GPU = "GPU memory"
     HOST = "host memory"
@@ -78,15 +78,15 @@ class Place(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes needed at once in one place.
+    """Bytes needed at once in one kind of memory.
 
     Args:
-        place: The place.
+        place: The kind of memory.
         phase: Phase of the training: "building", "training" or "saving"; for the disk "in all".
         owners: Bytes by owner.
     """
 
-    place: Place
+    place: MemoryKind
     phase: str
     owners: Mapping[str, int]
 
@@ -115,8 +115,8 @@ def needs(model: ModelFigures, training: Training, *, on_gpu: bool, process_byte
     found = list(_gpu_needs(model, training)) if on_gpu else []
     for phase, owners in _host_phases(model, training, on_gpu=on_gpu, process_bytes=process_bytes):
         of_all = {owner: nbytes * training.processes for owner, nbytes in owners.items() if nbytes}
-        found.append(Need(place=Place.HOST, phase=phase, owners=of_all))
-    return [*found, Need(place=Place.DISK, phase="in all", owners=_disk_owners(model, training))]
+        found.append(Need(place=MemoryKind.HOST, phase=phase, owners=of_all))
+    return [*found, Need(place=MemoryKind.DISK, phase="in all", owners=_disk_owners(model, training))]
 
 
 def _gpu_needs(model: ModelFigures, training: Training) -> Iterator[Need]:
@@ -124,10 +124,10 @@ def _gpu_needs(model: ModelFigures, training: Training) -> Iterator[Need]:
     if training.offload_param == "none":
         held["parameters"] = training.item_bytes * _share(model.numel, training)
     cast = training.built_bytes * model.largest
-    yield Need(place=Place.GPU, phase="building", owners={**held, "parameter being partitioned": cast})
+    yield Need(place=MemoryKind.GPU, phase="building", owners={**held, "parameter being partitioned": cast})
     held["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
     held["gradient bucket"] = 2 * training.item_bytes * max(training.bucket_numel, model.largest)
-    yield Need(place=Place.GPU, phase="training", owners={**held, **activation_owners(model, training)})
+    yield Need(place=MemoryKind.GPU, phase="training", owners={**held, **activation_owners(model, training)})
 
 
 def _gathered_numel(model: ModelFigures, training: Training) -> int:

@@ -27,7 +27,7 @@ from lightning_smartinfinity import (
 from lightning_smartinfinity.planning import automatic, choice
 from lightning_smartinfinity.planning import needs as plan_needs
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings, plan_training
-from lightning_smartinfinity.planning.needs import PROCESS_BYTES, Place, held_by_update, needs
+from lightning_smartinfinity.planning.needs import PROCESS_BYTES, MemoryKind, held_by_update, needs
 from lightning_smartinfinity.planning.survey import resources
 from lightning_smartinfinity.planning.survey.modules import survey_module
 from lightning_smartinfinity.planning.training import Training
@@ -79,7 +79,7 @@ def just_enough_for(build: str, **settings: Any) -> dict[str, Any]:
     )
     figures = survey_module(LitTiny(RECIPE), batch=1, seq=512, in_16_bit=True)
     found = needs(figures, training, on_gpu=False)
-    return {"host_memory": max(need.total for need in found if need.place is Place.HOST)}
+    return {"host_memory": max(need.total for need in found if need.place is MemoryKind.HOST)}
 
 
 SMALL = {"host_memory": PROCESS_BYTES + 900_000}

@@ -23,7 +23,7 @@ from lightning_smartinfinity.storage.io.files import bounded
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.storage.state.lost_parts import FoundPart, changed_places, lost_parts, recorded_calls
-from lightning_smartinfinity.storage.state.parts import Point, points_of, require_files
+from lightning_smartinfinity.storage.state.parts import ResumePoint, points_of, require_files
 from lightning_smartinfinity.storage.state.recovery import records_of
 
 __all__ = [
@@ -79,7 +79,7 @@ class JobFolder:
     written: float | None = None
     generation: int | None = None
     kept: bool = False
-    points: frozenset[Point] = frozenset()
+    points: frozenset[ResumePoint] = frozenset()
     world_size: int = 0
     problem: str | None = None
     damaged: bool = False
@@ -172,7 +172,7 @@ class Job:
         return [sentence for sentences in told for sentence in sentences if sentence]
 
 
-def common_points(jobs: Sequence[Job]) -> frozenset[Point] | None:
+def common_points(jobs: Sequence[Job]) -> frozenset[ResumePoint] | None:
     """Return the points that all ranks of a job have; None if a rank's are unknown, or it has none before a step.
 
     Args:

@@ -34,12 +34,12 @@ from lightning_smartinfinity.storage.state.recovery import (
     written_records,
 )
 
-__all__ = ["Part", "Point", "find_parts", "first_manifest", "look_at", "points_of", "require_files"]
+__all__ = ["Part", "ResumePoint", "find_parts", "first_manifest", "look_at", "points_of", "require_files"]
 
 _OF_RANK = re.compile(r"rank-[0-9]{5,}")
 
 
-class Point(NamedTuple):
+class ResumePoint(NamedTuple):
     """A point at which a training can be resumed, if all of its ranks have it: fields of a ``TrainingRecord``."""
 
     number: int
@@ -81,7 +81,7 @@ class Part:
     kept: bool = False
     is_archived: bool = False
     successor: bytes | None = None
-    points: frozenset[Point] = frozenset()
+    points: frozenset[ResumePoint] = frozenset()
     is_damaged: bool = False
     num_bytes: int = field(default=0, compare=False)  # blocks may be allocated late
     in_use: bool = field(default=False, compare=False)
@@ -202,7 +202,7 @@ def look_at(folder: OpenFolder) -> Part:
     )
 
 
-def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[Point]:
+def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[ResumePoint]:
     """Return the points in a rank's first folder whose generation is committed. Neither extents nor residuals are read.
 
     Raises:
@@ -211,7 +211,7 @@ def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[Point]:
     if folder.status(COMMIT_NAME) is None:  # killed while the store was being removed
         return frozenset()
     records = committed_records(folder, manifest)
-    return frozenset(Point(record.number, record.generation, record.run, record.step) for record in records)
+    return frozenset(ResumePoint(record.number, record.generation, record.run, record.step) for record in records)
 
 
 def _lost_file(folder: OpenFolder) -> str | None:
