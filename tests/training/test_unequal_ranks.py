@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_smartinfinity import RankLostError
-from lightning_smartinfinity.integrations.trainer.shutdown import give_up_soon_after_sigterm
+from lightning_smartinfinity.integrations.trainer.shutdown import abandon_soon_after_sigterm
 from lightning_smartinfinity.native import ask_to_end, ending_seconds
 from lightning_smartinfinity.zero3.ranks import watchdog as watching
 from lightning_smartinfinity.zero3.ranks.locations import CERTAIN, RankPosition, describe, find_divergence
@@ -201,7 +201,7 @@ def test_sigterm_in_a_fit(is_ignored: bool) -> None:
     """
     heard: list[float | None] = []
     signal.signal(signal.SIGTERM, signal.SIG_IGN if is_ignored else lambda *_: heard.append(ending_seconds()))
-    give_up_soon_after_sigterm()
+    abandon_soon_after_sigterm()
     assert ending_seconds() is None
     signal.raise_signal(signal.SIGTERM)
     assert heard == ([] if is_ignored else [3.0]) and (ending_seconds() is None) == is_ignored

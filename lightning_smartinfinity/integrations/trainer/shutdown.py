@@ -37,7 +37,7 @@ __all__ = [
     "SavesAfterError",
     "end_by",
     "end_together_after_sigterm",
-    "give_up_soon_after_sigterm",
+    "abandon_soon_after_sigterm",
 ]
 
 
@@ -70,7 +70,7 @@ def end_together_after_sigterm(trainer: pl.Trainer) -> None:
     loop._broadcast_sigterm_tensor = end_if_asked  # type: ignore[method-assign]
 
 
-def give_up_soon_after_sigterm() -> None:
+def abandon_soon_after_sigterm() -> None:
     """Make SIGTERM end a wait for a disk that does not answer, and inform the other ranks at once.
 
     Lightning's own handler must be registered already; it then only records the signal.
@@ -126,7 +126,7 @@ class EndsEvaluations(Strategy):
     def _begin_evaluation(self) -> None:
         self.drain()
         if not _is_in_fit(self.lightning_module):  # a fit's handler is installed already
-            give_up_soon_after_sigterm()
+            abandon_soon_after_sigterm()
 
 
 def _begin_batch(module: pl.LightningModule | None) -> None:

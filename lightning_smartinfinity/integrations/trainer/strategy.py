@@ -250,7 +250,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        shutdown.give_up_soon_after_sigterm()
+        shutdown.abandon_soon_after_sigterm()
         assert self._training_engine is not None
         self._fit_record.begin_fit(self._trainer, self._training_engine, self._settings.transfer)
         if averages_weights(self._trainer):

@@ -160,13 +160,13 @@ def remove_unlocked(folder: Path) -> None:
     Raises:
         OSError: The folder is not empty, or cannot be removed.
     """
-    give_up = time.monotonic() + _HIDDEN_SECONDS
+    deadline = time.monotonic() + _HIDDEN_SECONDS
     while True:
         try:
             os.rmdir(folder)
             return
         except OSError as error:
-            is_late = time.monotonic() >= give_up
+            is_late = time.monotonic() >= deadline
             if error.errno != errno.ENOTEMPTY or is_late or not all(map(_is_hidden, os.listdir(folder))):
                 raise
         time.sleep(_HIDDEN_GLANCE)
