@@ -374,7 +374,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Folders
 HOW = ["absent", "swapped", "moved", "copied"]
 LOST = ["absent", "another training's", "replaced by a new drive"]
 CASES = [*product(HOW, (1, 2)), *((how, 1) for how in ("in another order", *LOST[1:]))]
-DOORS = {
+OUTCOMES = {
     "jobs": "the right folders are named, or those named are right",
     "scrub": "whole, or what is missing is named",
     "a resume": "refused with the right folders or what is missing, or the same bits",
@@ -390,8 +390,8 @@ def test_folders_that_are_elsewhere(
 
     ``jobs`` and ``scrub`` agree. A new fit in between deletes nothing.
     """
-    for door, outcome in DOORS.items():
-        attack(f"storage folders of an interrupted training are {how}, then {door}", tries=1, outcome=outcome)
+    for action, outcome in OUTCOMES.items():
+        attack(f"storage folders of an interrupted training are {how}, then {action}", tries=1, outcome=outcome)
     training = folders(ranks)
     now, (a, b) = training.place(how), training.storage
     order, lacks = f"in this order: storage={[str(b), str(a)]!r}", f"{str(b)!r} lacks its part. Mount {str(b)!r}"

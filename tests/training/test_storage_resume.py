@@ -168,7 +168,7 @@ USUAL = {("parameters on storage", "int8_remainder", "forward", 1)}
         if STATE_FORMATS[case[1]].on_cards or "cards" not in case[0]
     ],
 )
-def test_every_home_of_the_state(
+def test_a_killed_fit_resumes_wherever_the_state_is_stored(
     where: str, state_format: str, overlap: str, devices: int, tmp_path: Path, attack: Attack
 ) -> None:
     """Wherever state and parameters live, in whatever format, a killed fit goes on to the bits of one that was not."""
