@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         TransferConfig,
     )
 
-__version__ = "0.1.0.dev5"
+__version__ = "0.1.0.dev6"
 
 __all__ = [
     "ActivationOffload",

@@ -88,7 +88,7 @@ def _default_folder() -> Path:
 
 
 def _remove(jobs: Sequence[Job], folders: Sequence[Path], options: argparse.Namespace) -> int:
-    from lightning_smartinfinity.storage.jobs.jobs import remove_job
+    from lightning_smartinfinity.storage.jobs.removal import remove_job
 
     unknown = sorted(set(options.remove) - {job.name for job in jobs})
     if unknown:
@@ -167,7 +167,7 @@ def _print(jobs: Sequence[Job], folders: Sequence[Path], verified: dict[Path, Fo
 
 def _owner(job: Job) -> str:
     if job.in_use:
-        return f"alive {','.join(map(str, job.pids))}"
+        return f"alive {','.join(map(str, job.pids))}".rstrip()
     return "dead" if job.looked_at else "unknown"
 
 

@@ -73,7 +73,8 @@ def _strategy_settings(training: Training, storage: Path) -> dict[str, Any]:
         transfer["durability"] = "step"
     settings["transfer"] = transfer
     if training.offload_param != "none":
-        settings["zero"] = {"offload_param": {"device": training.offload_param}}
+        pinning = {"pin_memory": training.pin_memory} if training.offload_param == "cpu" else {}
+        settings["zero"] = {"offload_param": {"device": training.offload_param, **pinning}}
     return settings
 
 

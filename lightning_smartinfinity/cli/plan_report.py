@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.cli.plan_recipe import python_recipe, yaml_recipe
-from lightning_smartinfinity.planning.needs import Need, Place
+from lightning_smartinfinity.planning.needs import MemoryKind, Need
 from lightning_smartinfinity.planning.needs_table import in_gb, needs_table, what_breaks, what_is_tight
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def print_table(findings: Sequence[Findings]) -> None:
 
 def _row(found: Findings) -> list[str]:
     plan = found.best
-    most = {place: max((need.total for need in plan.needs if need.place is place), default=0) for place in Place}
+    most = {place: max((need.total for need in plan.needs if need.place is place), default=0) for place in MemoryKind}
     broken = found.asked.broken
     first = f"{broken[0].place.value}: {broken[0].largest}" if broken else "nothing"
     changes = ", ".join(_changes(plan, found.asked)) or "the defaults"
@@ -201,7 +201,7 @@ def _row(found: Findings) -> list[str]:
     step = life = ""
     if plan.pace is not None:
         step, life = _bounds(plan.pace.step), f"{plan.pace.life_in_steps(found.tbw):,.0f}"
-    return [found.model.name, *(in_gb(most[place]) for place in Place), step, life, first, changes]
+    return [found.model.name, *(in_gb(most[place]) for place in MemoryKind), step, life, first, changes]
 
 
 def as_json(found: Findings) -> dict[str, Any]:

@@ -121,6 +121,9 @@ def scrub_jobs(jobs: Sequence[Job], *, show: Show, say: Callable[[str], None] = 
         sentences = found.damaged if folder.damaged else found.unknown
         if folder.problem not in sentences:  # of a lost part, each of the others says so
             sentences.append(str(folder.problem))
+    found.unknown.extend(folder.doubt for job in jobs for folder in job.folders if folder.doubt is not None)
+    for sentence in dict.fromkeys(folder.places for job in jobs for folder in job.folders if folder.places):
+        say(sentence)
     for scrubbed in _scrubbed(jobs, show):
         if scrubbed.num_extents:
             folders = ", ".join(map(str, scrubbed.folders))

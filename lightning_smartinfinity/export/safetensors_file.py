@@ -79,7 +79,7 @@ class SafetensorsFile:
             limited(f"Allocating {total} bytes for", path, os.posix_fallocate, self._file.descriptor, 0, total)
             self._write(HEADER, 0, np.frombuffer(header, np.uint8))
         except BaseException:
-            self.abandon()
+            self.close_incomplete()
             raise
 
     def write(self, name: str, begin: int, values: torch.Tensor) -> None:
@@ -113,10 +113,10 @@ class SafetensorsFile:
         """Flush and close the file, which must be complete."""
         assert not any(self._unwritten.values()), f"not all elements were written: {self._unwritten}"
         self._file.flush()
-        self.abandon()
+        self.close_incomplete()
 
-    def abandon(self) -> None:
-        """Close the file as it is; idempotent."""
+    def close_incomplete(self) -> None:
+        """Close the file, complete or not; idempotent."""
         self._file.close()
 
 

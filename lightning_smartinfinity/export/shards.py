@@ -40,7 +40,7 @@ class Shards:
                 with storage_errors("Creating", folder / file):
                     self._opened[file] = SafetensorsFile(folder / file, {name: tensors[name] for name in names})
         except BaseException:
-            self.abandon()
+            self.close_incomplete()
             raise
 
     def write(self, name: str, begin: int, values: torch.Tensor) -> None:
@@ -61,10 +61,10 @@ class Shards:
             parts[_INDEX] = {HEADER: Part(0, len(index), checksums_of(index))}
         write_checksums(self._folder, parts)
 
-    def abandon(self) -> None:
-        """Close all files as they are; idempotent."""
+    def close_incomplete(self) -> None:
+        """Close all files, complete or not; idempotent."""
         for file in self._opened.values():
-            file.abandon()
+            file.close_incomplete()
 
     def _index(self) -> dict[str, object]:
         metadata = {"total_size": sum(spec.nbytes for spec in self._tensors.values())}
@@ -84,7 +84,7 @@ def writing_shards(
     """
     with ExitStack() as cleanup:
         shards = Shards(folder, _split(tensors, max_shard_size), tensors)
-        cleanup.callback(shards.abandon)
+        cleanup.callback(shards.close_incomplete)
         yield shards
         shards.close()
 

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 
 from lightning_smartinfinity.planning.choice import (
+    PINNED_SHARE,
     Plan,
     Resources,
     fits,
@@ -15,9 +16,10 @@ from lightning_smartinfinity.planning.choice import (
     lack,
     make_plan,
     parameter_budgets,
+    with_pinned,
 )
 from lightning_smartinfinity.planning.model import ModelFigures
-from lightning_smartinfinity.planning.needs import Place, needs, state_bytes
+from lightning_smartinfinity.planning.needs import MemoryKind, needs, pinned_partition_bytes, state_bytes
 from lightning_smartinfinity.planning.needs_table import in_gb, needs_table
 from lightning_smartinfinity.planning.pace import Rates, seconds_beside_update
 from lightning_smartinfinity.planning.training import OFFLOADS, Training
@@ -76,6 +78,7 @@ def choose(model: ModelFigures, training: Training, resources: Resources, rates:
         fitting = [one for one in candidates if fits(model, one, resources)]
         if fitting:
             best = min(fitting, key=beside)
+            best = with_pinned(model, best, resources) if open_.offload_param else best
             filled = with_cache(model, best, resources) if open_.cache_bytes else best
             return make_plan(model, filled, resources, rates)
         tried += candidates
@@ -115,7 +118,7 @@ def with_cache(model: ModelFigures, training: Training, resources: Resources) ->
     """
     found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
     # The state is kept in memory once the model is built, and what building took is free again.
-    most = max(need.total for need in found if need.place is Place.HOST and need.phase != "building")
+    most = max(need.total for need in found if need.place is MemoryKind.HOST and need.phase != "building")
     left = resources.host_memory - resources.host_memory // _KEPT_FREE - most
     whole = state_bytes(model, training)
     nbytes = min(left // training.processes, whole + _GRAIN - 1) // _GRAIN * _GRAIN
@@ -148,6 +151,8 @@ def plan_in_words(
     over = f"passed over for {asked.optimizer} in {asked.precision}: {', '.join(passed)}" if passed else ""
     lines = [f"Plan for {model.name}, {model.numel / 1e9:.3f}B parameters, {asked.batch} x {asked.seq} tokens"]
     lines += [f"  {words}" for words in (model.assumed, *assumed, over) if words]
+    if open_.offload_param and plan.training.offload_param == "cpu":
+        before["pin_memory"], after["pin_memory"] = None, _pinning(model, plan.training, resources)
     changed = [f"  {_LABELS[name]:<38}{_shown(after[name])}" for name in _LABELS if after[name] != before[name]]
     lines += changed or ["  nothing has to be chosen: the defaults fit"]
     lines += ['  overlap                               as set; "auto" is measured in the first steps', ""]
@@ -157,12 +162,23 @@ def plan_in_words(
 _LABELS = {
     "state_format": "state_format",
     "offload_param": "zero offload_param device",
+    "pin_memory": "zero offload_param pin_memory",
     "bucket_numel": "zero reduce_bucket_size",
     "parameter_budget": "transfer parameter_bytes",
     "gradient_budget": "transfer gradient_bytes",
     "cache_bytes": "transfer dram_cache_bytes",
     "interval": "transfer durability",
 }
+
+
+def _pinning(model: ModelFigures, training: Training, resources: Resources) -> str:
+    if not model.frozen:
+        return "False (trained parameters are pinned in any case)"
+    nbytes = in_gb(training.processes * pinned_partition_bytes(model, training))
+    most = in_gb(PINNED_SHARE * resources.host_memory)
+    if training.pin_memory:
+        return f"True ({nbytes} GB, of at most {most} GB)"
+    return f"False (frozen parameters would pin {nbytes} GB: more than fits, or than {most} GB)"
 
 
 def _shown(value: object) -> str:

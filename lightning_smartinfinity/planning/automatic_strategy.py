@@ -200,6 +200,7 @@ def _asked(
         optimizer=optimizer or Training.optimizer,
         state_format=settings.state_format,
         offload_param="nvme" if may_move and budget is not None else device,
+        pin_memory=isinstance(offload, Mapping) and offload.get("pin_memory") is not False,
         build="init" if module is not None and is_built(module) else "configure_model",
         built_itemsize=_itemsize(module),
         processes=around.processes,
@@ -318,7 +319,8 @@ def _with(
     """Return the settings with the chosen values where they differ from the original ones."""
     transfer: dict[str, Any] = {}
     if open_.offload_param and chosen.offload_param != "none":
-        zero[_OFFLOADS] = {"device": chosen.offload_param}
+        pinning = {"pin_memory": chosen.pin_memory} if chosen.offload_param == "cpu" else {}
+        zero[_OFFLOADS] = {"device": chosen.offload_param, **pinning}
     if chosen.bucket_numel != asked.bucket_numel:
         zero["reduce_bucket_size"] = chosen.bucket_numel
     if chosen.parameter_budget != asked.parameter_budget:

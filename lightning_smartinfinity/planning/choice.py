@@ -12,18 +12,20 @@ from lightning_smartinfinity.planning.model import ModelFigures
 from lightning_smartinfinity.planning.needs import (
     CUDA_CONTEXT_BYTES,
     PROCESS_BYTES,
+    MemoryKind,
     Need,
-    Place,
     activation_owners,
     least_gradient_budget,
     least_parameter_budget,
     needs,
+    pinned_partition_bytes,
 )
 from lightning_smartinfinity.planning.pace import Pace, Rates, pace, seconds_beside_update
 from lightning_smartinfinity.planning.training import OFFLOADS, Training
 
 __all__ = [
     "BUDGETS",
+    "PINNED_SHARE",
     "TIGHT",
     "Alternative",
     "Plan",
@@ -36,6 +38,7 @@ __all__ = [
     "make_plan",
     "nearest",
     "parameter_budgets",
+    "with_pinned",
 ]
 
 _BF16_BYTES, _FP32_BYTES, _ADAM_BYTES, _ADAM_8_BIT_BYTES = 2, 4, 8, 2
@@ -48,6 +51,9 @@ BUDGETS = (4 * 10**9, 10**9, 256 * 10**6)
 
 TIGHT = 0.9
 """Share of the available bytes above which a need is tight, because plans are accurate to 10 %."""
+
+PINNED_SHARE = 0.5
+"""Most of the host memory, as a share, that frozen parameters may pin: pinned memory cannot be swapped or reclaimed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +83,10 @@ class Resources:
         """Whether a GPU computes."""
         return self.gpu_memory is not None
 
-    def has(self, place: Place) -> int:
-        """Return the available bytes in a place."""
-        return {Place.GPU: self.gpu_memory or 0, Place.HOST: self.host_memory, Place.DISK: self.disk}[place]
+    def has(self, place: MemoryKind) -> int:
+        """Return the available bytes of one kind of memory."""
+        sizes = {MemoryKind.GPU: self.gpu_memory or 0, MemoryKind.HOST: self.host_memory, MemoryKind.DISK: self.disk}
+        return sizes[place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +182,7 @@ def cheapest(model: ModelFigures, training: Training, resources: Resources, rate
                 fitting = [one for one in candidates if fits(model, one, resources, share=share)]
                 if fitting:
                     beside = partial(seconds_beside_update, model, rates=rates, on_gpu=resources.on_gpu)
-                    return make_plan(model, min(fitting, key=beside), resources, rates)
+                    return make_plan(model, with_pinned(model, min(fitting, key=beside), resources), resources, rates)
     return None
 
 
@@ -205,7 +212,20 @@ def fits(model: ModelFigures, training: Training, resources: Resources, *, share
 
 def _has_room(need: Need, resources: Resources, *, share: float = 1.0) -> bool:
     # Bytes on the disk are known exactly, so they need no margin.
-    return need.total <= resources.has(need.place) * (1.0 if need.place is Place.DISK else share)
+    return need.total <= resources.has(need.place) * (1.0 if need.place is MemoryKind.DISK else share)
+
+
+def with_pinned(model: ModelFigures, training: Training, resources: Resources) -> Training:
+    """Pin the frozen parameters in host memory, so that copies to the GPU are asynchronous, if they are few enough.
+
+    Without frozen parameters there is nothing to gain: DeepSpeed pins trained ones in any case.
+    """
+    pinned = training.processes * pinned_partition_bytes(model, training)
+    may_pin = training.offload_param == "cpu" and resources.on_gpu and model.frozen
+    if not may_pin or pinned > PINNED_SHARE * resources.host_memory:
+        return training
+    with_pins = replace(training, pin_memory=True)
+    return with_pins if fits(model, with_pins, resources) else training
 
 
 def lack(model: ModelFigures, resources: Resources, training: Training) -> float:

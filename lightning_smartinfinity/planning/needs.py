@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -26,8 +26,8 @@ __all__ = [
     "CUDA_HOST_BYTES",
     "ENGINE_BYTES",
     "PROCESS_BYTES",
+    "MemoryKind",
     "Need",
-    "Place",
     "activation_owners",
     "building_owners",
     "checkpoint_bytes",
@@ -37,6 +37,7 @@ __all__ = [
     "least_gradient_budget",
     "least_parameter_budget",
     "needs",
+    "pinned_partition_bytes",
     "spilled_gradient_bytes",
     "state_bytes",
     "stored_bytes",
@@ -72,8 +73,8 @@ _CHECKPOINT_FILES = 64 * 1024  # bytes of a checkpoint besides its tensors: arch
 _CHECKPOINT_BYTES_PER_PARAMETER = 256
 
 
-class Place(Enum):
-    """The place of bytes."""
+class MemoryKind(Enum):
+    """The kind of memory that holds bytes."""
 
     GPU = "GPU memory"
     HOST = "host memory"
@@ -82,15 +83,15 @@ class Place(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes needed at once in one place.
+    """Bytes needed at once in one kind of memory.
 
     Args:
-        place: The place.
+        place: The kind of memory.
         phase: Phase of the training: "building", "training" or "saving"; for the disk "in all".
         owners: Bytes by owner.
     """
 
-    place: Place
+    place: MemoryKind
     phase: str
     owners: Mapping[str, int]
 
@@ -119,8 +120,8 @@ def needs(model: ModelFigures, training: Training, *, on_gpu: bool, process_byte
     found = list(_gpu_needs(model, training)) if on_gpu else []
     for phase, owners in _host_phases(model, training, on_gpu=on_gpu, process_bytes=process_bytes):
         of_all = {owner: nbytes * training.processes for owner, nbytes in owners.items() if nbytes}
-        found.append(Need(place=Place.HOST, phase=phase, owners=of_all))
-    return [*found, Need(place=Place.DISK, phase="in all", owners=_disk_owners(model, training))]
+        found.append(Need(place=MemoryKind.HOST, phase=phase, owners=of_all))
+    return [*found, Need(place=MemoryKind.DISK, phase="in all", owners=_disk_owners(model, training))]
 
 
 def _gpu_needs(model: ModelFigures, training: Training) -> Iterator[Need]:
@@ -128,10 +129,10 @@ def _gpu_needs(model: ModelFigures, training: Training) -> Iterator[Need]:
     if training.offload_param == "none":
         held["parameters"] = training.item_bytes * _share(model.numel, training)
     cast = training.built_bytes * model.largest
-    yield Need(place=Place.GPU, phase="building", owners={**held, "parameter being partitioned": cast})
+    yield Need(place=MemoryKind.GPU, phase="building", owners={**held, "parameter being partitioned": cast})
     held["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
     held["gradient bucket"] = 2 * training.item_bytes * max(training.bucket_numel, model.largest)
-    yield Need(place=Place.GPU, phase="training", owners={**held, **activation_owners(model, training)})
+    yield Need(place=MemoryKind.GPU, phase="training", owners={**held, **activation_owners(model, training)})
 
 
 def _gathered_numel(model: ModelFigures, training: Training) -> int:
@@ -177,7 +178,8 @@ def _host_phases(
     # After the model is partitioned, and before there are gradients, the first state is written through the ring.
     slots = training.num_buffers * layout_of(model.trained, training).extents.place_bytes
     writing = {**held, "ring": slots}
-    yield "building", max(building, writing, key=lambda owners: sum(owners.values()))
+    moving = {**held, **_moved_partitions(model, training, on_gpu=on_gpu)}
+    yield "building", max(building, writing, moving, key=lambda owners: sum(owners.values()))
     computing = {} if on_gpu else {**activation_owners(model, training), "buffers": model.buffer_bytes}
     if not on_gpu and training.world_size > 1 and training.parameter_budget is None:
         computing["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
@@ -208,7 +210,35 @@ def _held_parameters(model: ModelFigures, training: Training, *, on_gpu: bool) -
         largest = training.item_bytes * _share(model.largest, training)
         buffers = training.parameter_budget or _PARAMETER_BUFFERS * whole_blocks(largest)
         return {"parameters": kept, "parameter buffers": min(buffers, stored) + min(_TRANSFER_BYTES, stored)}
-    return {} if on_gpu and training.offload_param == "none" else {"parameters": whole}
+    if not on_gpu:
+        return {"parameters": whole}
+    if training.offload_param == "none":
+        return {}
+    trained, frozen = (_bytes_of(numels, training) for numels in (model.trained, model.frozen))
+    if not training.pin_memory:
+        return {"parameters": _pinned(trained) + frozen}
+    # The partitions of trained parameters were copied into one buffer, and torch keeps the memory that they had.
+    return {"parameters": _pinned(trained), "pinned partitions": pinned_partition_bytes(model, training)}
+
+
+def pinned_partition_bytes(model: ModelFigures, training: Training) -> int:
+    """Return the bytes that one process with a GPU pins with ``pin_memory``, for partitions in host memory."""
+    return sum(_pinned(training.item_bytes * share) for share in _shares(model, training))
+
+
+def _pinned(nbytes: int) -> int:
+    """Return the bytes that torch takes for pinned memory: a power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def _moved_partitions(model: ModelFigures, training: Training, *, on_gpu: bool) -> dict[str, int]:
+    """Return the partitions in host memory that exist a second time, while DeepSpeed copies them into one buffer."""
+    moves = on_gpu and training.offload_param == "cpu" and not training.pin_memory
+    return {"partitions being moved": _bytes_of(model.trained, training)} if moves else {}
+
+
+def _bytes_of(numels: Iterable[int], training: Training) -> int:
+    return training.item_bytes * sum(_share(numel, training) for numel in numels)
 
 
 def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = False) -> dict[str, int]:

@@ -55,6 +55,8 @@ class Training:
         optimizer: Class name of the torch optimizer.
         state_format: Format of optimizer state on storage.
         offload_param: Place of parameters between their uses; one of :data:`OFFLOADS`.
+        pin_memory: Whether the partitions that DeepSpeed keeps in host memory are pinned, each by itself. With a GPU
+            DeepSpeed pins those of trained parameters in any case, together.
         build: Method that builds the model: ``"init"`` (all at once in fp32), or ``"configure_model"``, where each
             parameter is partitioned as soon as it is created.
         built_itemsize: Bytes per element of the model as it is built; None means that the precision determines them.
@@ -90,6 +92,7 @@ class Training:
     optimizer: str = "AdamW"
     state_format: str = "fp32"
     offload_param: str = "none"
+    pin_memory: bool = False
     build: str = "init"
     built_itemsize: int | None = None
     processes: int = 1
@@ -121,6 +124,7 @@ class Training:
             optimizer=one_of(*OPTIMIZERS),
             state_format=one_of(*STATE_FORMATS),
             offload_param=one_of(*OFFLOADS),
+            pin_memory=FLAG,
             build=one_of(*BUILDS),
             built_itemsize=optional(between(1, 8)),
             processes=between(1, 1024),

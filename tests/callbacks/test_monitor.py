@@ -24,6 +24,8 @@ from lightning_smartinfinity.devices import FolderTraffic, Traffic
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.integrations.trainer.callbacks import StorageTrafficMonitor
 from lightning_smartinfinity.integrations.trainer.metrics import (
+    _COUNTS,
+    _SECONDS,
     BytesPerParameter,
     Phase,
     StorageBandwidth,
@@ -410,7 +412,11 @@ TWO = Traffic(steps=1, numel=300, shared_read_bytes=2400, shared_write_bytes=360
 
 
 def test_between_two_readings() -> None:
-    """Every counter is the difference of the two readings; counters that restarted count since then."""
+    """Every counter is the difference of the two readings; counters that restarted count since then.
+
+    Every counter of Traffic has a column, except system calls; folders have columns of their own.
+    """
+    assert {*_COUNTS, *_SECONDS} == {field.name for field in dataclasses.fields(Traffic)} - {"system_calls", "folders"}
     assert traffic_between(ONE, ONE + TWO) == TWO
     assert traffic_between(ONE, Traffic(shared_write_bytes=5)) == Traffic(shared_write_bytes=5)
 

@@ -270,9 +270,12 @@ def test_state_over_two_folders(tmp_path: Path, cli: Cli) -> None:
     assert said.endswith("Whole.\n") and "5 extents of generation 0 read" in said
     assert json.loads(cli("scrub", *folders, "--quiet", "--json").out) == {"damaged": [], "unknown": []}
     assert cli("jobs", *folders, "--verify", "--quiet").out.count("whole") == 2
-    assert "storage folders are in another order" in cli("jobs", folders[1], "--verify", "--quiet", status=1).out
+    said = cli("jobs", folders[1], "--verify", "--quiet", status=1).out
+    assert "storage folders are in another order" in said and "damaged" not in said
     found = json.loads(cli("scrub", *folders, "--job", "mine", "--quiet", "--json", status=2).out)
     assert "'mine'" in found["unknown"][0]
+    shutil.copytree(folders[1], tmp_path / "c")
+    assert f"{folders[1]}': one of them is a copy" in cli("scrub", *folders, tmp_path / "c", "--quiet", status=2).err
     damage(second)
     said = cli("scrub", *folders, "--quiet", status=1).out
     assert said.endswith("1 damaged.\n") and f"{second}/state.bin" in said

@@ -134,8 +134,11 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_all_cases() -> None:
     """Each case holds; they share one process, because an import of torch takes longer than all of them."""
-    functions = [f"def case():\n{textwrap.indent(textwrap.dedent(code), '    ')}\ncase()" for code in CASES.values()]
-    done = run("\n".join(functions))
+    compiled = [
+        f"exec(compile({textwrap.dedent(code)!r}, {name!r}, 'exec'), {{'torch': torch}})"
+        for name, code in CASES.items()
+    ]
+    done = run("\n".join(compiled))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

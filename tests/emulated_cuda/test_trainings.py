@@ -36,6 +36,7 @@ SELECTION = {"compression": {"ratio": 0.05, "exact": True}}
 PLAIN = [f"plain {precision}" for precision in ("bf16-true", "32-true")]
 OTHERS: dict[str, tuple[Recipe, str, dict[str, Any]]] = {
     **{name: (dataclasses.replace(BF16, precision=name.split()[1], accumulate=2), "backward", {}) for name in PLAIN},
+    "unpinned": (*CASES["cpu"][:1], "forward", {"zero": {"offload_param": {"device": "cpu", "pin_memory": False}}}),
     # Gradients go to storage, or are given up as they are used.
     "budget": (dataclasses.replace(BF16, precision="bf16-true", width=64, depth=2), "backward", {}),
     "selection": (SELECTED, "none", SELECTION),
@@ -120,9 +121,22 @@ def test_same_bits_of_gradients_elsewhere(name: str, trained: Trained) -> None:
 
 def test_the_device_computes_on_while_parameters_are_fetched(trained: Trained) -> None:
     """The host waits for copies on a stream of their own, not for the stream on which modules compute."""
-    fetching = [outcome.extra["fetching"] for outcome in trained.device.values()]
-    assert all(each["modules"] > 100 for each in fetching)
-    assert not any(each["waits"] for each in fetching)
+    counts = [outcome.extra["counts"] for outcome in trained.device.values()]
+    assert all(each["modules"] > 100 for each in counts)
+    assert not any(each["waits"] for each in counts)
+
+
+def test_squares_are_summed_beside_backward(trained: Trained) -> None:
+    """The step computes no sum of squares, and the thread that does has ended with each training."""
+    *_, last = found = [outcome.extra for outcome in trained.device.values()]
+    assert last["counts"]["sums beside"] > 100
+    assert [(each["counts"]["sums in step"], each["threads"]) for each in found] == [(0, [])] * len(found)
+
+
+def test_frozen_parameters_alone_may_be_pageable(trained: Trained) -> None:
+    """DeepSpeed pins trained parameters in host memory in any case, and frozen ones if it may."""
+    pinned = [trained.device[name].extra["pinned"] for name in ("cpu forward", "unpinned")]
+    assert pinned == [{"true": True, "false": True}, {"true": True, "false": False}]
 
 
 def test_a_checkpoint_in_the_middle(trained: Trained) -> None:

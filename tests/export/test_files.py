@@ -187,7 +187,7 @@ def test_an_incomplete_file_is_noticed(tmp_path: Path) -> None:
     file.write("a", 0, torch.zeros(3))
     with pytest.raises(AssertionError, match="not all elements"):
         file.close()
-    file.abandon()
+    file.close_incomplete()
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ MISUSES: dict[str, tuple[Misuse, tuple[str, ...]]] = {
         lambda fabric, model, *_: fabric.save("s3://bucket/step5", {"model": model}),
         ("'s3://bucket/step5' is a URL",),
     ),
+    "the optimizer's states": (lambda fabric, model, optimizer, _: len(optimizer.state), ("AdamW.state was read",)),
     "the optimizer's state dict": (lambda fabric, model, optimizer, _: optimizer.state_dict(), ("fabric.save",)),
     "loading a state dict into the optimizer": (
         lambda fabric, model, optimizer, _: optimizer.load_state_dict({}),

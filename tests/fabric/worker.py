@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,8 @@ import torch
 from lightning.fabric import Fabric
 
 from tests.helpers.models import Recipe
-from tests.training.worker import Outcome
+from tests.training.worker import Outcome, Run
 from tests.training.worker import launch as launch_runs
-
-
-@dataclass(frozen=True)
-class Run:
-    """A recipe and where to run it."""
-
-    out: str
-    recipe: Recipe
-    devices: int = 1
-    accelerator: str = "cpu"
-    resume: str | None = None
-    save_at: tuple[int, ...] = ()
-    transfer: dict[str, Any] = dataclasses.field(default_factory=dict)
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def launch(*runs: Run) -> list[Outcome]:

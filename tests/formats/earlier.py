@@ -63,6 +63,7 @@ ARCHIVES: Mapping[str, Sequence[str]] = {
     "2026-11-25-evening": ["plain", "compressed", "two processes"],
     "2026-11-29": list(KINDS),
     "0.1.0.dev5": ["compressed", *SOURCES],
+    "0.1.0.dev6": ["plain", "parameters on storage", "int8", "two processes"],
 }
 """The archives, and the kinds of trainings in them. The commits that wrote them, and what differs from later ones:
 
@@ -72,6 +73,7 @@ ARCHIVES: Mapping[str, Sequence[str]] = {
 - f238a832: training records of version 3 that keep the loaders' positions in the fit loop, smaller tasklets.
 - e0aab2a0: training records of version 3, manifests of version 4, checkpoints of version 1.
 - e81dd785: training records of version 4, manifests of version 5, checkpoints of version 2, exports with checksums.
+- cc8893a2: the same, with locks of version 1.
 """
 
 

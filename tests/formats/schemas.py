@@ -8,6 +8,7 @@ errors about newer files name the version of the package that reads them.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from contextlib import closing
@@ -22,6 +23,8 @@ from lightning_smartinfinity.export.checksums import CHECKSUMS_NAME
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.resume.random_states import RNG_KEY
 from lightning_smartinfinity.resume.record_content import read_content
+from lightning_smartinfinity.storage.folders.lock import LOCK_NAME
+from lightning_smartinfinity.storage.folders.lock_content import LOCK_VERSION
 from lightning_smartinfinity.storage.folders.manifest import FORMAT_VERSION, MANIFEST_NAME, read_manifest
 from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder
 from lightning_smartinfinity.storage.records import residual_file, training_record
@@ -50,6 +53,7 @@ ARCHIVED = "2026-11-29"
 """The archive whose schemas are stored, too: those of an archived version never change."""
 
 NUMBERS = {
+    "lock": LOCK_VERSION,
     "manifest": FORMAT_VERSION,
     "training record": RECORD_VERSION,
     "checkpoint": CHECKPOINT_VERSION,
@@ -139,6 +143,7 @@ def schemas_of(folder: Path) -> Schemas:
                 **varied.get("checkpoint", {}),
             }
         },
+        **_lock(folder / "run"),
         **_checksums_of_exports(folder),
     }
 
@@ -146,6 +151,15 @@ def schemas_of(folder: Path) -> Schemas:
 def _rank_folder(run: Path) -> Path:
     (folder,) = run.glob("storage/*/rank-00000")
     return folder
+
+
+def _lock(run: Path) -> Schemas:
+    """Return the schema of a lock, if it has a version: its first lines without numbers, and notes without paths."""
+    pid, sealed, *notes = (_rank_folder(run) / LOCK_NAME).read_text().splitlines()
+    found = re.match(r"sealed-(\d+)-", sealed)
+    begin = [re.sub(r"(?<=-)[0-9a-f]{8}(?=-)|\d+", "N", line) for line in (pid, sealed)]
+    described = {"begin": begin, "notes": [note.partition("/")[0] for note in notes]}
+    return {} if found is None else {"lock": {found[1]: described}}
 
 
 def _newest_record(run: Path) -> TrainingRecord:

@@ -33,7 +33,8 @@ from tests.training.small import Small
 WRITTEN = [(archive, kind) for archive, kinds in ARCHIVES.items() for kind in kinds]
 USUAL = [case for case in WRITTEN if case != ("2026-11-25-evening", "compressed")]
 WITHOUT_RECORDS = "2026-11-23"
-POSITIONS = {"2026-11-29": [], "0.1.0.dev5": ["storage", "checkpoint", "universal"]}
+EVERY = ["storage", "checkpoint", "universal"]
+POSITIONS = {"2026-11-29": [], "0.1.0.dev5": EVERY, "0.1.0.dev6": EVERY}
 """Of which of its sources an archive holds the position of the data, if not of storage alone."""
 
 
@@ -56,7 +57,7 @@ def test_a_fit_goes_on_from_it(archive: str, kind: str, folder: Path, attack: At
     fit goes on from, and a scrub finds all whole.
     """
     storage = folder / "run" / "storage"
-    sources = SOURCES.get(kind, ["storage", "checkpoint", "universal"])[archive == WITHOUT_RECORDS :]
+    sources = SOURCES.get(kind, EVERY)[archive == WITHOUT_RECORDS :]
     (job,) = find_jobs(storage)
     assert job.resumable_step == (STEPS if "storage" in sources else None)
     assert not any(main(["scrub", str(path), "--quiet"]) for path in (storage, *folder.glob("checkpoint")))

@@ -10,6 +10,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 from lightning_smartinfinity.cli import main
+from tests.pipeline.harness import assert_equal
 
 
 def convert(checkpoint: str | Path) -> Path:
@@ -44,10 +45,7 @@ def tensors(universal: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_tensors(a: Path, b: Path) -> None:
     """Assert that two universal checkpoints hold the same tensors, bit for bit."""
-    first, second = tensors(a), tensors(b)
-    assert first.keys() == second.keys()
-    for name, values in first.items():
-        assert torch.equal(values, second[name]), name
+    assert_equal(tensors(a), tensors(b))
 
 
 def save_of_two(

@@ -20,7 +20,7 @@ import transformers
 from lightning_smartinfinity import CheckpointError, CheckpointNotFoundError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.common.progress import hidden
-from lightning_smartinfinity.integrations import session as near_storage
+from lightning_smartinfinity.integrations import session
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.integrations.transformers.resume import (
     begin_checkpoint,
@@ -55,7 +55,7 @@ def test_the_other_ranks_are_watched(
 ) -> None:
     """A training, and an evaluation without one, begin the watch with the user's limit before an engine is built."""
     watched: list[float | None] = []
-    monkeypatch.setattr(near_storage, "begin_watch", lambda silence, join_limit: watched.append(silence))
+    monkeypatch.setattr(session, "begin_watch", lambda silence, join_limit: watched.append(silence))
     with SmartInfinityTraining(tmp_path / "storage", watchdog_timeout=7) as training:
         trainer = transformers.Trainer(
             model=load(model_folder),

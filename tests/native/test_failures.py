@@ -15,6 +15,7 @@ import pytest
 
 from lightning_smartinfinity.native import Failure, HostBuffer, Identity, Operation, StateFile
 from tests.helpers.golden import Floats, adam_step
+from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import assert_threads_end, join, num_threads
 from tests.native.builds import assert_in_fork, is_refused, run_python
@@ -138,7 +139,7 @@ def test_short_file(tmp_path: Path, direct: bool, missing: int) -> None:
     assert failure.path == str(state.paths[0])
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", long_but(range(2), range(12)))
 def test_wait_reports_and_finish_ends(tmp_path: Path, seed: int) -> None:
     """wait() returns a failure once it has occurred. finish() returns it too and allows the next batch."""
     state, arrays = stored(tmp_path, num_buffers=2)
@@ -239,7 +240,7 @@ def start_slow_update(state: StoredState, *, seed: int) -> tuple[np.ndarray, np.
     return gradient, parameter
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", long_but(range(2), range(12)))
 def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
     """close() stops the batch, fails waiting calls, and leaves no thread. The old place stays intact."""
     arrays, threads = initial(LARGE), num_threads()
@@ -268,7 +269,7 @@ def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
         assert_same(state.read(), arrays)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", long_but(range(2), range(12)))
 def test_destruction_with_work_in_flight(tmp_path: Path, seed: int) -> None:
     """Dropping the last reference closes the pipeline and ends its threads."""
     threads = num_threads()
@@ -280,7 +281,7 @@ def test_destruction_with_work_in_flight(tmp_path: Path, seed: int) -> None:
     assert_threads_end(threads)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", long_but(range(2), range(12)))
 def test_fork_with_work_in_flight(tmp_path: Path, seed: int) -> None:
     """A forked child cannot use the pipeline, does not hang on it and lacks the buffers. The parent is undisturbed."""
     buffer = HostBuffer(HUGE_PAGE)

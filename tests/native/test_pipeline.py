@@ -22,6 +22,7 @@ from lightning_smartinfinity.native import (
     UpdateStep,
 )
 from tests.helpers.golden import Floats, adagrad_step, adam, adam_step, rmsprop_step, sgd_step
+from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.native.stored import JOB, Run, StoredState, align, extent_bytes
 from tests.native.test_update import bitwise
@@ -180,7 +181,7 @@ def test_extent_on_storage(tmp_path: Path) -> None:
     assert (trailer[104:124], struct.unpack_from("<I", trailer, 124)) == (bytes(20), (bitwise(trailer[:124]),))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", long_but(range(6), range(12)))
 def test_a_batch_in_any_order_that_grows(tmp_path: Path, seed: int) -> None:
     """A batch in any order, extended while it runs, gives the same bits, and each tasklet can be waited for."""
     random = np.random.default_rng(seed)

@@ -191,6 +191,11 @@ class Run:
         self.handler.begin_step(self.collect(number))
         self.handler.commit()
 
+    def roll_back_to(self, before: dict[str, torch.Tensor]) -> None:
+        """Roll the step back, and assert that the state is the one before it."""
+        self.handler.roll_back()
+        assert_equal(self.state(), before)
+
     def steps(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.step(number)
@@ -316,4 +321,4 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bytes, so that NaNs and signs of zeros are compared too."""
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().unsqueeze(-1).view(torch.uint8)  # a scalar, too

@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import CudaError, StorageError
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
@@ -87,8 +91,7 @@ def test_steps_and_rollbacks_give_the_bits_of_the_host(
         before = run.state()
         run.handler.begin_step(run.collect(1))
         run.handler.step.wait(slice(0, 1 + 3 * number))
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
+        run.roll_back_to(before)
         run.step(number)
     assert_equal(run.state(), expected)
 
@@ -134,24 +137,51 @@ def test_copies_and_the_users_stream_are_in_order(start: Callable[[Case], CudaRu
     assert torch.equal(torch.cat(seen), torch.cat(stepped.partition)) and not torch.equal(torch.cat(seen), before)
 
 
-def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
-    """Gradients arrive while the device is busy without a wait. The norm waits for the gradients only."""
+SUMMING = "smart-infinity-squares_0"
+
+
+@pytest.fixture
+def summing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that sum the squares of a gradient, one for each sum."""
+    threads, sum_of_squares = list[str](), native.sum_of_squares
+
+    def counted(*arguments: Any) -> float:
+        threads.append(threading.current_thread().name)
+        return sum_of_squares(*arguments)
+
+    monkeypatch.setattr(native, "sum_of_squares", counted)
+    return threads
+
+
+def test_arrivals_do_not_wait_for_the_device(link: FakeLink, summing: list[str]) -> None:
+    """Gradients arrive while the device is busy without a wait. The norm waits for the gradients only.
+
+    A gradient on another stream is added after those before, on the device. A thread sums their squares beside that,
+    none twice. A gradient that replaces one in flight is not overwritten.
+    """
     arena = GradientArena(layout_of(Case()), link=link)
     arena.buffer.fill_(math.nan)
     gradients = [torch.randn(12_000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     link.fake.delay(1, 20_000)
     gate = link.fake.gate(link.user_stream)
-    link.fake.clear()
-    for gradient in gradients:
+    arena.arrive(1, link.on_device(gradients[0]))
+    link.use_other_stream()
+    for gradient in gradients[1:]:
         arena.arrive(1, link.on_device(gradient))
-    assert not [call for call in link.fake.calls() if "Synchronize" in call] and arena.gradient(1).isnan().all()
+    assert f"cuStreamWaitEvent stream={link.user_stream}" in link.fake.log() and arena.gradient(1).isnan().all()
     link.fake.open(gate)
     busy = link.fake.gate(link.user_stream)  # further work on the stream
     total = gradients[0] + gradients[1] + gradients[2]
     assert arena.sum_of_squares() == pytest.approx(total.double().square().sum().item(), rel=1e-12)
     assert torch.equal(arena.gradient(1), total)
     link.fake.open(busy)
+    arena.arrive(1, link.on_device(gradients[0]))
+    arena.replace(1, gradients[1].clone())  # from the host
+    assert arena.sum_of_squares() == pytest.approx(gradients[1].double().square().sum().item(), rel=1e-12)
+    assert set(summing) == {SUMMING}
+    assert len(summing) <= 3
     arena.close()
+    assert SUMMING not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize(
@@ -159,14 +189,18 @@ def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
     [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
 )
 def test_accumulation_on_the_device_gives_the_bits_of_the_host(
-    link: FakeLink, arena_dtype: torch.dtype, dtype: torch.dtype
+    link: FakeLink, summing: list[str], arena_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Gradients from the device, its other streams and the host add up to the host's bits in any order."""
+    """Gradients from the device, its other streams and the host add up to the host's bits in any order.
+
+    Their squares are summed in the last micro-batch only.
+    """
     shapes = ((1_200_000, 1, 0, 0), (7, 0, 0, 0))  # the first is copied in two pieces
     layout = layout_of(Case(shapes=shapes, tasklet_bytes=1 << 20))
     host, device = GradientArena(layout, dtype=arena_dtype), GradientArena(layout, dtype=arena_dtype, link=link)
     link.fake.delay(1, 300)
     for number in range(5):
+        device.backward_begins(binds=False, is_last=number == 4)
         for parameter in (0, 1):
             values = torch.randn(
                 layout.parameters[parameter].real_numel, generator=torch.Generator().manual_seed(number)
@@ -178,22 +212,9 @@ def test_accumulation_on_the_device_gives_the_bits_of_the_host(
         if number == 2:
             link.use_other_stream()
     assert device.sum_of_squares() == host.sum_of_squares() and torch.equal(device.buffer, host.buffer)
+    assert summing == 2 * [SUMMING] + 2 * ["MainThread"]
     host.close()
     device.close()
-
-
-def test_a_later_gradient_waits_for_the_stream_of_the_first(link: FakeLink) -> None:
-    """Gradients of one parameter on two streams are added one after the other, on the device."""
-    arena = GradientArena(layout_of(Case()), link=link)
-    gate = link.fake.gate(link.user_stream)
-    arena.arrive(1, link.on_device(torch.ones(12_000)))
-    link.use_other_stream()
-    arena.arrive(1, link.on_device(torch.ones(12_000)))
-    assert f"cuStreamWaitEvent stream={link.user_stream}" in link.fake.log()
-    link.fake.open(gate)
-    arena.synchronize()
-    assert (arena.gradient(1) == 2.0).all()
-    arena.close()
 
 
 def begun_within_backward(run: CudaRun, number: int) -> StepPlan:
@@ -256,8 +277,7 @@ def test_updates_within_backward_give_the_bits_of_the_host(
             assert run.handler.step.complete(plan)
             run.handler.commit()
         else:
-            run.handler.roll_back()
-            assert_equal(run.state(), before)
+            run.roll_back_to(before)
         run.link.wait()
         assert not seen or torch.equal(torch.cat(seen), before["partition"])
     assert_equal(run.state(), expected)
@@ -304,7 +324,7 @@ def test_a_failure_within_backward(start: Callable[[Case], CudaRun], link: FakeL
     before = run.state()
     plan = begun_within_backward(run, 1)
     send_all(run, 1)
-    run.arena.synchronize()
+    run.arena.sum_of_squares()
 
     def take() -> None:
         run.handler.step.extend(list(range(len(run.layout.tasklets))))
@@ -315,27 +335,25 @@ def test_a_failure_within_backward(start: Callable[[Case], CudaRun], link: FakeL
     with pytest.raises(CudaError, match=call):
         take()
     link.fake.reset()
-    run.handler.roll_back()
-    assert_equal(run.state(), before)
+    run.roll_back_to(before)
     run.step(1)
 
 
 def test_no_step_waits_for_the_device_as_a_whole(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
-    """Backward waits for nothing, the norm for one event, and the update for the events of its tasklets.
+    """Backward waits for nothing, the norm for an event of each gradient, the update for the events of its tasklets.
 
     Parameters of a tasklet that are side by side in memory travel as one copy.
     """
     run = start(SMALL_RING.but(dtype=torch.bfloat16))
     link.fake.clear()
-    plan = run.collect(1)
-    assert link.fake.calls().count("cuEventSynchronize") == 1
-    run.handler.begin_step(plan)
+    run.handler.begin_step(run.collect(1))
     run.handler.step.wait()
     run.handler.commit()
     run.handler.begin_step(run.collect(2))
     run.handler.roll_back()
     calls = link.fake.calls()
-    assert not set(calls) & set(SYNCHRONOUS) and calls.count("cuEventSynchronize") <= 2 + 3 * len(run.layout.tasklets)
+    waits = 2 + 2 * len(run.layout.parameters) + 3 * len(run.layout.tasklets)
+    assert not set(calls) & set(SYNCHRONOUS) and calls.count("cuEventSynchronize") <= waits
     assert calls.count("cuMemcpyHtoDAsync_v2") >= len(run.layout.tasklets)
     small = start(Case(shapes=((3, 0, 0, 0),) * 200, dtype=torch.bfloat16))
     link.fake.clear()
@@ -370,8 +388,7 @@ def test_what_fails_while_parameters_travel(start: Callable[[Case], CudaRun], li
         with pytest.raises(error, match=told):
             run.handler.commit()
         inject(run.device.pipeline)
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
+        run.roll_back_to(before)
     run.step(3)
 
 
@@ -396,13 +413,18 @@ def test_a_lost_device_is_reported_and_left(start: Callable[[Case], CudaRun], li
     again.close()
 
 
-def test_a_lost_gradient_is_reported_where_it_is_read(link: FakeLink) -> None:
-    """The norm raises; close() unregisters the memory all the same."""
+@pytest.mark.parametrize("fault", ["cuEventSynchronize", "MemoryError"])
+def test_a_lost_gradient_is_reported_where_it_is_read(
+    link: FakeLink, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The norm raises, and the thread that sums has ended; close() unregisters the memory all the same."""
     arena = GradientArena(layout_of(Case()), link=link)
-    link.fake.fail_copy()
+    monkeypatch.setattr(native, "sum_of_squares", Mock(side_effect=MemoryError))  # which a failed copy comes before
+    link.fake.fail_copy(skipped=int(fault == "MemoryError"))
     arena.arrive(1, link.on_device(torch.ones(12_000)))
-    with pytest.raises(CudaError, match="cuEventSynchronize"):
+    with pytest.raises(CudaError, match=fault):
         arena.sum_of_squares()
+    assert SUMMING not in [thread.name for thread in threading.enumerate()]
     arena.close()
     assert link.fake.held()["registered"] == 0
 

@@ -71,8 +71,7 @@ def test_a_failed_step(tmp_path: Path, faults: dict[str, int], kind: type[Storag
                 wait()
             assert type(caught.value) is kind and caught.value.remedy
         assert run.handler.generation == 0
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
+        run.roll_back_to(before)
         run.handler.begin_step(plan)
         run.handler.commit()
         assert run.handler.traffic().steps == 1
@@ -90,8 +89,7 @@ def test_a_rollback_that_fails_can_be_tried_again(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=r"state\.bin"):
             run.handler.roll_back()
         assert run.handler.in_flight
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
+        run.roll_back_to(before)
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -116,8 +114,7 @@ def test_a_commit_record_that_cannot_be_written(run: Run, monkeypatch: pytest.Mo
     run.handler.begin_step(plan)
     with pytest.raises(StorageFullError, match=r"commit\.bin"):
         run.handler.commit()
-    run.handler.roll_back()
-    assert_equal(run.state(), before)
+    run.roll_back_to(before)
     run.handler.begin_step(plan)
     run.handler.commit()
     assert run.handler.generation == 2
@@ -130,8 +127,7 @@ def test_a_commit_record_in_doubt_ends_training(run: Run) -> None:
     (run.folders[0] / "default" / "rank-00000" / "commit.bin").unlink()
     with pytest.raises(StorageError, match=r"commit\.bin"):
         run.handler.commit()
-    run.handler.roll_back()
-    assert_equal(run.state(), before)
+    run.roll_back_to(before)
     with pytest.raises(StorageError, match=r"commit\.bin"):
         run.handler.begin_step(run.collect(3))
 
@@ -346,8 +342,7 @@ def test_parameters_that_cannot_be_put(tmp_path: Path, error: Exception, monkeyp
         with pytest.raises(StorageError):
             run.handler.commit()
         monkeypatch.setattr(FullPartition, "put", TensorPartition.put)
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
+        run.roll_back_to(before)
         run.step(1)
 
 
@@ -359,8 +354,7 @@ def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             patch.setattr(Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
             with pytest.raises(StorageError, match="ulimit -u"):
                 run.handler.begin_step(plan)
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
+        run.roll_back_to(before)
         run.step(1)
 
 
@@ -398,8 +392,7 @@ def test_a_wait_that_cannot_be_taken_up(tmp_path: Path, monkeypatch: pytest.Monk
 
         Thread(target=wait, daemon=True).start()
         assert refused.wait(LIMIT)
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
+        run.roll_back_to(before)
 
 
 def test_a_thread_whose_start_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

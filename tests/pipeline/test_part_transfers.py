@@ -7,7 +7,6 @@ import errno
 import gc
 import os
 import random
-import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -153,15 +152,6 @@ def test_an_interrupted_wait_keeps_memory_and_order(store: TensorStore) -> None:
     assert pool.lent_bytes == 0
 
 
-@pytest.fixture
-def heeded_interrupts() -> Iterator[None]:
-    """Let Ctrl-C raise, also where a shell that runs the tests in the background has them ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heeded_interrupts")
 def test_an_interrupt_behind_the_start_of_a_read(store: TensorStore) -> None:
     """Memory that a read still fills is not lent to others, although nobody has its ticket."""
     pool, parameter, hold = MemoryPool(), store.add(BLOCK), Hold(store.core, read_at=0)

@@ -24,7 +24,7 @@ from lightning_smartinfinity.planning.choice import (
     nearest,
 )
 from lightning_smartinfinity.planning.model import LlamaShape, ModelFigures, Passes, llama_shape
-from lightning_smartinfinity.planning.needs import Need, Place, needs, state_bytes
+from lightning_smartinfinity.planning.needs import MemoryKind, Need, needs, state_bytes
 from lightning_smartinfinity.planning.needs_table import needs_table
 from lightning_smartinfinity.planning.pace import Range, assumed_rates, pace, seconds_beside_update, written_bytes
 from lightning_smartinfinity.planning.training import OFFLOADS, Training
@@ -50,11 +50,11 @@ SEVEN = llama(7)
 LARGE = Resources(host_memory=512 * GB, disk=10_000 * GB, cores=8, gpu_memory=80 * GB, num_gpus=1)
 
 
-def need(plan: Plan, place: Place, phase: str) -> Need:
+def need(plan: Plan, place: MemoryKind, phase: str) -> Need:
     return next(each for each in plan.needs if (each.place, each.phase) == (place, phase))
 
 
-def owners(place: Place = Place.DISK, phase: str = "in all", **changed: Any) -> Mapping[str, int]:
+def owners(place: MemoryKind = MemoryKind.DISK, phase: str = "in all", **changed: Any) -> Mapping[str, int]:
     return need(make_plan(SEVEN, replace(TRAINING, **changed), LARGE, RATES), place, phase).owners
 
 
@@ -65,7 +65,7 @@ def owners(place: Place = Place.DISK, phase: str = "in all", **changed: Any) -> 
         pytest.param(
             {"host_memory": 24 * GB},
             {"build": "configure_model"},
-            [(Place.HOST, "building", "whole model")],
+            [(MemoryKind.HOST, "building", "whole model")],
             id="7B in fp32 are 28 GB: it is built in configure_model",
         ),
         pytest.param({"gpu_memory": 12 * GB}, {"offload_param": "cpu"}, None, id="13 GB of parameters"),
@@ -82,7 +82,7 @@ def owners(place: Place = Place.DISK, phase: str = "in all", **changed: Any) -> 
         pytest.param(
             {"disk": sum(owners(asynchronous=False).values())},
             {"asynchronous": False},
-            [(Place.DISK, "in all", "optimizer state")],
+            [(MemoryKind.DISK, "in all", "optimizer state")],
             id="the third place is given up before anything else",
         ),
     ],
@@ -127,14 +127,14 @@ def test_what_lies_on_the_disk() -> None:
 
 def test_what_lies_in_memory() -> None:
     """Gradients of several micro-batches are in fp32; activations are doubled unless they were counted in fp32."""
-    one, two = (owners(Place.HOST, "training", accumulate=n)["gradient_arena"] for n in (1, 2))
+    one, two = (owners(MemoryKind.HOST, "training", accumulate=n)["gradient_arena"] for n in (1, 2))
     assert two == 2 * one == 4 * SEVEN.numel
-    assert owners(Place.HOST, "training", gradient_budget=4 * GB)["gradient_arena"] == 4 * GB
-    half, full = (owners(Place.GPU, "training", precision=of)["activations"] for of in ("bf16-mixed", "32-true"))
+    assert owners(MemoryKind.HOST, "training", gradient_budget=4 * GB)["gradient_arena"] == 4 * GB
+    half, full = (owners(MemoryKind.GPU, "training", precision=of)["activations"] for of in ("bf16-mixed", "32-true"))
     assert full == 2 * half
     counted = replace(SEVEN, passes=replace(SEVEN.passes, item_bytes=4))
     plan = make_plan(counted, replace(TRAINING, precision="32-true"), LARGE, RATES)
-    assert need(plan, Place.GPU, "training").owners["activations"] == half
+    assert need(plan, MemoryKind.GPU, "training").owners["activations"] == half
     with pytest.raises(ConfigError, match="Compressed gradients are all in memory"):
         Training(gradient_budget=GB, compression=0.1)
 
@@ -161,16 +161,16 @@ def test_too_little_gpu_memory_for_activations_divides_the_batch() -> None:
 def test_a_tenth_of_the_memory_is_left_where_that_is_possible() -> None:
     """What takes more is chosen only if nothing else is there, and the plan names the tight place."""
     asked = make_plan(SEVEN, replace(TRAINING, build="configure_model"), LARGE, RATES)
-    most = max(each.total for each in asked.needs if each.place is Place.HOST)
+    most = max(each.total for each in asked.needs if each.place is MemoryKind.HOST)
     for host_memory, is_tight in ((most * 100 // 95, True), (most * 100 // 89, False)):
         small = replace(LARGE, host_memory=host_memory)
         plan = make_plan(SEVEN, asked.training, small, RATES)
-        assert plan.fits and {each.place for each in plan.tight} == ({Place.HOST} if is_tight else set())
+        assert plan.fits and {each.place for each in plan.tight} == ({MemoryKind.HOST} if is_tight else set())
         chosen = cheapest(SEVEN, asked.training, small, RATES)
         assert chosen is not None and not chosen.tight and (chosen.training == asked.training) is not is_tight
     # Of a small model nearly all is what the libraries take, with any settings.
     narrow = cheapest(llama(0.02), TRAINING, replace(LARGE, host_memory=23 * GB // 10), RATES)
-    assert narrow is not None and narrow.fits and {each.place for each in narrow.tight} == {Place.HOST}
+    assert narrow is not None and narrow.fits and {each.place for each in narrow.tight} == {MemoryKind.HOST}
     assert narrow.training.state_format == TRAINING.state_format
 
 
@@ -298,7 +298,7 @@ WIDE = ModelFigures(name="m", trained=(EMBEDDING, *LAYER * 80, EMBEDDING), num_l
     ("model", "machine", "offload"),
     [
         pytest.param(SEVEN, {"host_memory": 500 * GB, "gpu_memory": 80 * GB}, "none", id="a large machine"),
-        pytest.param(llama(13), {}, "cpu", id="13B with 24 GB on the GPU and 64 GB of memory"),
+        pytest.param(llama(13), {"host_memory": 70 * GB}, "cpu", id="13B with 24 GB on the GPU and 80 GB of memory"),
         pytest.param(llama(13), {"host_memory": 25 * GB}, None, id="13B with 32 GB of memory"),
         pytest.param(llama(70), {"disk": 4_000 * GB}, "nvme", id="70B"),
         pytest.param(WIDE, {"host_memory": 16 * GB, "disk": 6_000 * GB, "gpu_memory": 24 * GB}, "nvme", id="embedding"),
@@ -319,6 +319,29 @@ def test_what_trains_on_a_desktop(model: ModelFigures, machine: dict[str, int], 
     assert "B parameters, 1 x 2048 tokens" in words and "GPU memory   training" in words
     assert ("offload_param device             nvme" in words) == (plan.training.offload_param == "nvme")
     assert ("transfer gradient_bytes" in words) == (plan.training.gradient_budget is not None)
+
+
+ADAPTED = replace(SEVEN, trained=(3 << 20,), frozen=(3 << 26,) * 32, largest_module=3 << 26)
+
+
+@pytest.mark.parametrize(
+    ("model", "host_memory", "pinned", "words"),
+    [
+        pytest.param(SEVEN, 60 * GB, False, "False (trained parameters are pinned in any case)", id="all are trained"),
+        pytest.param(ADAPTED, 60 * GB, True, "True (17.19 GB, of at most 30.00 GB)", id="within the budget"),
+        pytest.param(ADAPTED, 30 * GB, False, "False (frozen parameters would pin 17.19 GB", id="beyond the budget"),
+    ],
+)
+def test_frozen_parameters_are_pinned_within_a_budget(
+    model: ModelFigures, host_memory: int, pinned: bool, words: str
+) -> None:
+    """Torch takes a power of two for each; trained ones are in one buffer, which DeepSpeed pins by itself."""
+    resources = replace(DESKTOP, gpu_memory=8 * GB, host_memory=host_memory)
+    plan = choose(model, ASKED, resources, RATES, Open())
+    assert (plan.training.offload_param, plan.training.pin_memory) == ("cpu", pinned)
+    assert f"pin_memory         {words}" in plan_in_words(model, ASKED, plan, resources, open_=Open())
+    held = need(plan, MemoryKind.HOST, "training").owners
+    assert held["parameters"] == (1 << 34 if model is SEVEN else (1 << 23) + (0 if pinned else 32 * (3 << 27)))
 
 
 def test_no_other_combination_is_faster() -> None:
@@ -391,7 +414,7 @@ def test_a_budget_of_parameters_puts_them_on_storage() -> None:
 def test_memory_that_is_left_keeps_state() -> None:
     """A quarter of it stays free; the need says how much state is there, and the step reads less."""
     plan = choose(SEVEN, ASKED, replace(DESKTOP, host_memory=90 * GB, gpu_memory=80 * GB), RATES, Open())
-    host = {need.phase: need for need in plan.needs if need.place is Place.HOST}
+    host = {need.phase: need for need in plan.needs if need.place is MemoryKind.HOST}
     assert 0 < plan.training.cache_bytes < state_bytes(SEVEN, plan.training)
     assert host["training"].owners["state in memory"] == plan.training.cache_bytes
     assert 60 * GB < host["saving"].total <= 90 * GB * 3 // 4
@@ -426,8 +449,8 @@ def test_a_budget_of_parameters_bounds_what_is_in_memory() -> None:
     """On a GPU it bounds what is gathered, and in host memory the partitions that are read."""
     one = replace(ASKED, offload_param="nvme", parameter_budget=GB)
     found = {(need.place, need.phase): need.owners for need in needs(SEVEN, one, on_gpu=True)}
-    assert found[Place.GPU, "training"]["gathered layers"] <= GB
-    in_flight = found[Place.HOST, "training"]["parameter buffers"] - GB
+    assert found[MemoryKind.GPU, "training"]["gathered layers"] <= GB
+    in_flight = found[MemoryKind.HOST, "training"]["parameter buffers"] - GB
     assert 8 << 20 < in_flight < 16 << 20  # by transfers of the update
     on_cpu = {need.phase: need.owners for need in needs(SEVEN, replace(one, processes=2), on_gpu=False)}
     assert on_cpu["training"]["parameter buffers"] == 2 * (GB + in_flight)
@@ -459,11 +482,11 @@ def plan_of(model: ModelFigures, nodes: int) -> Plan:
     return make_plan(model, replace(OF_A_NODE, nodes=nodes), MACHINE, RATES_OF_A_NODE)
 
 
-def most(plan: Plan, place: Place) -> int:
+def most(plan: Plan, place: MemoryKind) -> int:
     return max(need.total for need in plan.needs if need.place is place)
 
 
-def owner(plan: Plan, place: Place, name: str) -> int:
+def owner(plan: Plan, place: MemoryKind, name: str) -> int:
     return max(need.owners.get(name, 0) for need in plan.needs if need.place is place)
 
 
@@ -473,14 +496,14 @@ def test_machines_share_state_and_parameters(model: ModelFigures) -> None:
     plans = [plan_of(model, nodes) for nodes in NODES]
     for nodes, plan in zip(NODES, plans, strict=True):
         for place, name in (
-            (Place.DISK, "optimizer state"),
-            (Place.DISK, "checkpoints"),
-            (Place.HOST, "gradient_arena"),
-            (Place.GPU, "parameters"),
+            (MemoryKind.DISK, "optimizer state"),
+            (MemoryKind.DISK, "checkpoints"),
+            (MemoryKind.HOST, "gradient_arena"),
+            (MemoryKind.GPU, "parameters"),
         ):
             one = owner(plans[0], place, name)
             assert nodes * owner(plan, place, name) == pytest.approx(one, rel=0.02), (nodes, name)
-    for place in Place:
+    for place in MemoryKind:
         used = [most(plan, place) for plan in plans]
         assert used == sorted(used, reverse=True), place
 
@@ -507,8 +530,8 @@ def test_processes_on_other_machines_count_as_those_of_this_one() -> None:
         {(need.place, need.phase): need for need in needs(MODELS[0], replace(OF_A_NODE, **how), on_gpu=True)}
         for how in ({"processes": 1, "nodes": 8}, {"processes": 8})
     )
-    assert far[Place.GPU, "training"].owners == near[Place.GPU, "training"].owners
-    assert 8 * far[Place.HOST, "training"].total == near[Place.HOST, "training"].total
+    assert far[MemoryKind.GPU, "training"].owners == near[MemoryKind.GPU, "training"].owners
+    assert 8 * far[MemoryKind.HOST, "training"].total == near[MemoryKind.HOST, "training"].total
     # FSDP counts the GPUs of all machines, too.
     on_four = alternatives(MODELS[1], replace(OF_A_NODE, nodes=4), MACHINE)
     assert "FSDP over 32 GPUs" in [each.name for each in on_four]
@@ -521,9 +544,9 @@ def test_the_page_has_these_figures() -> None:
     for model, nodes in product(MODELS, NODES):
         plan = plan_of(model, nodes)
         assert plan.pace is not None
-        sizes = [f"{most(plan, place) / 1e9:.1f}" for place in (Place.GPU, Place.HOST)]
+        sizes = [f"{most(plan, place) / 1e9:.1f}" for place in (MemoryKind.GPU, MemoryKind.HOST)]
         times = [f"{part.low:.2f} to {part.high:.2f}" for part in (plan.pace.update, plan.pace.step)]
-        cells = [*sizes, f"{most(plan, Place.DISK) / 1e12:.2f}", f"{plan.pace.network.low:.2f}", *times]
+        cells = [*sizes, f"{most(plan, MemoryKind.DISK) / 1e12:.2f}", f"{plan.pace.network.low:.2f}", *times]
         lines.append(f"| {model.name} | {nodes} | {' | '.join(cells)} |")
     table = "\n".join(lines)
     assert f"\n{table}\n" in PAGE, table

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_smartinfinity.export.from_checkpoint import ExportSettings, expor
 from tests.helpers.attacks import Attack
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.power_loss import loop_devices_work
+from tests.helpers.ranks import on_ranks
 from tests.helpers.runif import NO_FILE_SYSTEM, NO_LOOP_DEVICE
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.waiting import PROCESS_LIMIT
@@ -239,28 +241,35 @@ class Stopped(Exception):
     """An exception in the user's code."""
 
 
-def interrupted(storage: list[Path], root: Path) -> list[float]:
-    """Fit until an exception after the second step; return the losses."""
+def interrupted(root: Path, *storage: str | Path) -> list[float]:
+    """Fit until an exception after the second step; return the losses of this rank."""
 
     def stop(trainer: Any, _: Any) -> None:
         if trainer.global_step == 2:
             raise Stopped
 
-    module, strategy = LitTiny(Recipe()), SmartInfinityStrategy(storage)
+    module, strategy = LitTiny(Recipe()), SmartInfinityStrategy(list(storage))
     with pytest.raises(Stopped):
-        fit(module, root, strategy, callbacks=[does(on_train_batch_start=stop)])
+        fit(module, root, strategy, callbacks=[does(on_train_batch_start=stop)], devices=num_ranks())
     strategy.close()
     return module.losses
 
 
-def resumed(storage: list[Path], root: Path, start: str = "storage", job: str = "default") -> list[float]:
-    """Resume from storage; return the losses."""
-    module, strategy = LitTiny(Recipe()), SmartInfinityStrategy(storage, transfer={"job": job})
-    trainer = quiet_trainer(root, strategy)
-    trainer.fit(module, ckpt_path=start)
+def resumed(root: Path, start: str, job: str, *storage: str | Path) -> list[float] | str:
+    """Resume; return the losses of this rank, or the error if there is one."""
+    module, strategy = LitTiny(Recipe()), SmartInfinityStrategy(list(storage), transfer={"job": job})
+    trainer = quiet_trainer(root, strategy, devices=num_ranks())
+    try:
+        trainer.fit(module, ckpt_path=start)
+    except SmartInfinityError as error:
+        return str(error)
     trainer.save_checkpoint(root / "saved.ckpt")
     strategy.close()
     return module.losses
+
+
+def num_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +288,7 @@ def test_odd_names(name: str, tmp_path: Path, losses: list[float], attack: Attac
     )
     root = tmp_path / name
     storage = [root / name, tmp_path / f"{name}2"]
-    assert interrupted(storage, root) + resumed(storage, root) == losses
+    assert [*interrupted(root, *storage), *resumed(root, "storage", "default", *storage)] == losses
     (root / "saved.ckpt").rename(root / f"{name[:100]}.ckpt")
     saved, exported = root / f"{name[:100]}.ckpt", root / f"out {name[:100]}.ckpt"
     export_checkpoint(saved, exported, ExportSettings(to="lightning"))
@@ -287,64 +296,126 @@ def test_odd_names(name: str, tmp_path: Path, losses: list[float], attack: Attac
         assert main(["scrub", str(path), "--quiet"]) == 0
 
 
-def exchange(one: Path, other: Path, aside: Path) -> None:
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
+# ---- folders of an interrupted training that are not where they were
+
+
+class Folders:
+    """The storage folders of an interrupted training, two for each rank, which :meth:`place` puts back and moves.
+
+    Args:
+        scratch: A folder.
+        ranks: Number of ranks.
+
+    Attributes:
+        storage: The folders.
+        before: The losses of each rank until it was interrupted.
+        after: Those of the steps that follow, in a fit that nothing interrupts.
+    """
+
+    def __init__(self, scratch: Path, ranks: int) -> None:
+        self.root, self.ranks, self._kept = scratch / "run", ranks, scratch / "kept"
+        self.storage = [scratch / "storage" / name for name in "ab"]
+        everything = self.call(uninterrupted)
+        self.before = self.call(interrupted, *self.storage)
+        self.after = [losses[2:] for losses in everything]
+        shutil.copytree(scratch / "storage", self._kept)
+
+    def call(self, function: Callable[..., Any], *arguments: str | Path) -> list[Any]:
+        """Return what a function returns on each rank."""
+        if self.ranks == 1:
+            return [function(self.root, *arguments)]
+        self.root.mkdir(exist_ok=True)
+        return on_ranks(function, self.root, *arguments)
+
+    def place(self, how: str) -> list[Path]:
+        """Put them where they are after something has happened, and return the folders that a user names."""
+        for folder in (self.root, self.storage[0].parent):
+            shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self._kept, self.storage[0].parent)
+        named = {name: self.storage[0].parent / name for name in (*"abcd", "aside", "unmounted")}
+        if how == "another training's":
+            interrupted(self.root, named["aside"])
+        for old, new in map(str.split, MOVES.get(how, ())):
+            (shutil.copytree if how == "copied" else Path.rename)(named[old], named[new])
+        if how == "replaced by a new drive":
+            interrupted(self.root, named["b"])
+        return [named[name] for name in {"moved": "cd", "copied": "cd", "in another order": "ba"}.get(how, "ab")]
+
+
+MOVES = {
+    "absent": ["b unmounted"],
+    "swapped": ["a aside", "b a", "aside b"],
+    "moved": ["a c", "b d"],
+    "copied": ["a c", "b d"],
+    "another training's": ["b unmounted", "aside b"],
+    "replaced by a new drive": ["b unmounted"],
+}
+"""Which folder is renamed to which, or copied."""
+
+
+def uninterrupted(root: Path) -> list[float]:
+    module = LitTiny(Recipe())
+    fit(module, root, devices=num_ranks()).strategy.close()
+    return module.losses
 
 
 def files_of(storage: list[Path], job: str) -> dict[str, bytes]:
     """Return the content of a job's files but the locks, by storage folder and name."""
     found = [(folder, path) for folder in storage for path in (folder / job).glob("*/*") if path.name != "lock"]
-    return {f"{folder.name}/{path.name}": path.read_bytes() for folder, path in found}
+    return {f"{folder.name}/{path.parent.name}/{path.name}": path.read_bytes() for folder, path in found}
 
 
-HOW = ["absent", "swapped", "moved", "copied", "in another order", "another training's", "replaced by a new drive"]
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Folders]:
+    """Return a function that returns the folders of a training of so many ranks, which trains once."""
+    return cache(lambda ranks: Folders(tmp_path_factory.mktemp(f"folders of {ranks}"), ranks))
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_folders_that_are_elsewhere(how: str, tmp_path: Path, losses: list[float], attack: Attack) -> None:
+HOW = ["absent", "swapped", "moved", "copied"]
+LOST = ["absent", "another training's", "replaced by a new drive"]
+CASES = [*product(HOW, (1, 2)), *((how, 1) for how in ("in another order", *LOST[1:]))]
+OUTCOMES = {
+    "jobs": "the right folders are named, or those named are right",
+    "scrub": "whole, or what is missing is named",
+    "a resume": "refused with the right folders or what is missing, or the same bits",
+    "a new fit": "archived as a whole, and resumed to the bit when put back",
+}
+
+
+@pytest.mark.parametrize(("how", "ranks"), CASES)
+def test_folders_that_are_elsewhere(
+    how: str, ranks: int, folders: Callable[[int], Folders], capsys: pytest.CaptureFixture[str], attack: Attack
+) -> None:
     """A resume goes on to the same bits, or names what is missing. Put back, it goes on to the same bits.
 
-    A new fit in between deletes nothing.
+    ``jobs`` and ``scrub`` agree. A new fit in between deletes nothing.
     """
-    attack(
-        f"storage folders of an interrupted training are {how}", tries=1, outcome="refused by name, or the same bits"
-    )
-    storage, away, other = [tmp_path / "a", tmp_path / "b"], tmp_path / "unmounted", tmp_path / "other"
-    before, now = interrupted(storage, tmp_path / "run"), storage
-    if how == "another training's":
-        interrupted([other], tmp_path / "other run")
-    if how in ("absent", "another training's", "replaced by a new drive"):
-        storage[1].rename(away)
-    if how == "another training's":
-        other.rename(storage[1])
-    elif how == "replaced by a new drive":
-        interrupted(storage[1:], tmp_path / "other run")
-    elif how == "swapped":
-        exchange(*storage, tmp_path / "aside")
-    elif how == "in another order":
-        now = storage[::-1]
-    elif how in ("moved", "copied"):
-        now = [tmp_path / "new a", tmp_path / "new b"]
-        for old, new in zip(storage, now, strict=True):
-            shutil.copytree(old, new)
-            if how == "moved":
-                shutil.rmtree(old)
-    try:
-        after = resumed(now, tmp_path / "run")
-    except SmartInfinityError as error:
-        assert how not in ("moved", "copied") and str(storage[1]) in str(error)
-        with pytest.raises(SmartInfinityError, match=re.escape(str(storage[1]))):
-            resumed(now, tmp_path / "run", "storage-or-new")
-        left = files_of(now, "default")
-        interrupted(now, tmp_path / "new run")
-        assert files_of(now, "default.aside") == left
-        if how == "swapped":
-            exchange(*storage, tmp_path / "aside")
-        elif away.exists():
-            storage[1].rename(other)
-            away.rename(storage[1])
-        after = resumed(storage, tmp_path / "run", job="default.aside")
-    assert before + after == losses
-    assert how != "copied" or before + resumed(storage, tmp_path / "run") == losses
+    for action, outcome in OUTCOMES.items():
+        attack(f"storage folders of an interrupted training are {how}, then {action}", tries=1, outcome=outcome)
+    training = folders(ranks)
+    now, (a, b) = training.place(how), training.storage
+    order, lacks = f"in this order: storage={[str(b), str(a)]!r}", f"{str(b)!r} lacks its part. Mount {str(b)!r}"
+    capsys.readouterr()
+    assert main(["jobs", *map(str, filter(Path.exists, now))]) == 0
+    listed = capsys.readouterr().out
+    assert main(["scrub", *map(str, filter(Path.exists, now)), "--quiet"]) == (2 if how in LOST else 0)
+    scrubbed = "".join(capsys.readouterr())
+    for said in (listed, scrubbed):
+        assert ((lacks in said), (order in said)) == (how in LOST, how == "swapped"), said
+    assert how == "absent" or listed.count("resumable, step 2") == 1, listed
+    assert "amaged" not in listed + scrubbed and ("Whole." in scrubbed) == (how not in LOST)
+    after = training.call(resumed, "storage", "default", *now)
+    if how in ("moved", "copied"):
+        assert after == training.after
+        assert how == "moved" or training.call(resumed, "storage", "default", a, b) == training.after
+    else:
+        again = training.call(resumed, "storage-or-new", "default", *now)
+        assert all(isinstance(said, str) and str(b) in said for said in (*after, *again)), after + again
+    left = files_of(training.place(how), "default")
+    training.call(interrupted, *now)
+    assert files_of(now, "default.aside") == left
+    if how in LOST:
+        shutil.rmtree(b)
+        (a.parent / "unmounted").rename(b)
+    now = now[::-1] if how in ("swapped", "in another order") else now
+    assert training.call(resumed, "storage", "default.aside", *now) == training.after

@@ -86,18 +86,18 @@ def spoilt(file: Path) -> bytes:
     return old
 
 
-def attacked(files: list[Path], door: Callable[[], object]) -> list[str]:
+def attacked(files: list[Path], loader: Callable[[], object]) -> list[str]:
     """Load with each file spoilt in turn, and return the names of those that were refused.
 
     Args:
         files: The files.
-        door: Loads the checkpoint that the files belong to.
+        loader: Loads the checkpoint that the files belong to.
     """
     refused = []
     for file in files:
         old = spoilt(file)
         try:
-            door()
+            loader()
         except CheckpointError as error:
             assert Hostile.CALLS in str(error), error
             refused.append(file.name)
@@ -138,7 +138,7 @@ def export(checkpoint: Path, to: str) -> None:
 
 
 WEIGHTS = ["fp32.pt", MODEL]
-DOORS: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
+LOADERS: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
     "fit": ("ordinary", lambda c: trainer_of(c).fit(Remembering(RECIPE), ckpt_path=c / "ordinary"), BOTH),
     "validate": ("ordinary", lambda c: trainer_of(c).validate(Remembering(RECIPE), ckpt_path=c / "ordinary"), BOTH),
     "fit, universal": (
@@ -165,13 +165,13 @@ DOORS: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
 """What loads a checkpoint: its kind, how it is loaded, and the files that are read then. Others do not matter."""
 
 
-@pytest.mark.parametrize("name", long_but([name for name in DOORS if name != "validate, universal"], DOORS))
+@pytest.mark.parametrize("name", long_but([name for name in LOADERS if name != "validate, universal"], LOADERS))
 def test_a_door(name: str, checkpoints: Path, attack: Attack) -> None:
     """Every file that is read is refused, and nothing is converted."""
-    kind, door, read = DOORS[name]
+    kind, loader, read = LOADERS[name]
     files = [checkpoints / "file"] if kind == "file" else few_files_in(checkpoints / kind)
     attack(ROW, tries=len(files), outcome=OUTCOME)
-    assert sorted(attacked(files, lambda: door(checkpoints))) == sorted(read)
+    assert sorted(attacked(files, lambda: loader(checkpoints))) == sorted(read)
     assert not (checkpoints / "new").exists()
 
 
@@ -181,16 +181,16 @@ def scrub(checkpoint: Path) -> None:
 
 
 PIPES = {
-    **{name: door for name, door in DOORS.items() if name != "fit, full weights"},
+    **{name: loader for name, loader in LOADERS.items() if name != "fit, full weights"},
     "scrub": ("ordinary", lambda c: scrub(c / "ordinary"), [*BOTH, "latest"]),
-    "scrub, universal": ("universal", lambda c: scrub(c / "universal"), DOORS["fit, universal"][2]),
+    "scrub, universal": ("universal", lambda c: scrub(c / "universal"), LOADERS["fit, universal"][2]),
 }
 
 
 @pytest.mark.parametrize("name", PIPES)
 def test_a_pipe_in_place_of_a_file(name: str, checkpoints: Path, attack: Attack) -> None:
     """Every reader refuses it by our error, as opening it would wait for ever."""
-    kind, door, read = PIPES[name]
+    kind, loader, read = PIPES[name]
     names = [*read, "latest"] if name == "fit" else read
     files = [file for file in (*few_files_in(checkpoints / kind), checkpoints / kind / "latest") if file.name in names]
     assert len(files) == len(names)
@@ -200,7 +200,7 @@ def test_a_pipe_in_place_of_a_file(name: str, checkpoints: Path, attack: Attack)
         file.unlink()
         os.mkfifo(file)
         with pytest.raises(CheckpointError):
-            door(checkpoints)
+            loader(checkpoints)
         file.unlink()
         file.write_bytes(content)
 
@@ -266,7 +266,7 @@ def test_fabric(fabric: Fabric, tmp_path: Path, attack: Attack) -> None:
 
 
 def test_code_that_hyperparameters_name(checkpoints: Path, fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No door imports or calls it (GHSA-qqmf-gpg7-g8gw); what was exported says it, and Lightning refuses that."""
+    """No loader imports or calls it (GHSA-qqmf-gpg7-g8gw); what was exported says it, and Lightning refuses that."""
     monkeypatch.delitem(sys.modules, "this", raising=False)
     ordinary = checkpoints / "ordinary"
     (model_file,) = ordinary.rglob(MODEL)

@@ -88,8 +88,9 @@ def test_a_power_loss_within_a_save(seed: int, tmp_path: Path, attack: Attack) -
     assert [each for each in found if each not in (old, new)] == []
 
 
-def test_saves_of_transformers(disk: Disk, model_folder: Path, tmp_path: Path, attack: Attack) -> None:
-    """A Trainer's checkpoint is whole before older ones are removed for it."""
+@pytest.mark.parametrize("own", long_but([False], [False, True]))
+def test_saves_of_transformers(own: bool, disk: Disk, model_folder: Path, tmp_path: Path, attack: Attack) -> None:
+    """A Trainer's checkpoint is whole before older ones are removed for it, also if the Trainer writes the model."""
     found = []
     with SmartInfinityTraining(storage=tmp_path / "storage") as training:
         import transformers
@@ -99,9 +100,15 @@ def test_saves_of_transformers(disk: Disk, model_folder: Path, tmp_path: Path, a
                 path = Path(args.output_dir, f"checkpoint-{state.global_step}")
                 found.append(found_after_power_loss(disk, path) == content(path))
 
+        class Own(transformers.Trainer):
+            def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+                Path(str(output_dir)).mkdir(parents=True)
+                Path(str(output_dir), "model.bin").write_bytes(b"of its own")
+
         settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "save_total_limit": 1}
         args = arguments(disk.folder / "out", training.config, **settings)
-        transformers.Trainer(load(model_folder), args, train_dataset=dataset(), callbacks=[Look()]).train()
+        trainer = Own if own else transformers.Trainer
+        trainer(load(model_folder), args, train_dataset=dataset(), callbacks=[Look()]).train()
     attack("power loss after transformers' Trainer saved", tries=len(found), outcome="the checkpoint is whole")
     assert found == [True, True, True]
 

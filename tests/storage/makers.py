@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.storage import ExtentMap, StateStore, StoreDescription, create_store, recover_store
+from lightning_smartinfinity.storage.jobs.jobs import Job, find_jobs, with_lost_parts
 from lightning_smartinfinity.storage.spread import Placement
 
 NUMEL = 5_000
@@ -174,6 +175,11 @@ def manifest_with(values: Mapping[str, Any]) -> bytes:
     content = json.dumps({key: value for key, value in values.items() if key != "crc32"}, indent=1, default=repr)
     body = content.encode()[: -len("\n}")]
     return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}'.encode()
+
+
+def listed(*folders: Path) -> list[Job]:
+    """Return the jobs in storage folders, with what the commands say of them."""
+    return with_lost_parts(folders[0], [job for each in folders for job in find_jobs(each)], calls_of=lambda _: None)
 
 
 def tree(folder: Path) -> set[str]:

@@ -99,7 +99,7 @@ def test_what_raises_keeps_nothing(
 
 def test_files_that_the_garbage_collector_closes(tmp_path: Path) -> None:
     """It may do so in the thread that looks for calls which have not returned."""
-    with calls._given_up_lock:
+    with calls._abandoned_lock:
         assert strictly(lambda: 7, doing="Closing", path=tmp_path / "file") == 7
 
 
@@ -152,7 +152,7 @@ def test_a_thread_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     assert strictly(lambda: 7, doing="Asking", path=tmp_path / "a" / "file") == 7
     monkeypatch.setattr(calls._Call, "make", begin)
-    monkeypatch.setattr(calls, "_given_up", [])  # this process does not have the thread, and may end without it
+    monkeypatch.setattr(calls, "_abandoned", [])  # this process does not have the thread, and may end without it
     with pytest.raises(StorageTimeoutError, match="did not return"):
         strictly(lambda: 7, doing="Asking", path=tmp_path / "b" / "file", seconds=0.2)
 

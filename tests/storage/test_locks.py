@@ -15,17 +15,33 @@ from unittest import mock
 
 import pytest
 
-from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
+from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.cli.scrub import scrub_jobs
+from lightning_smartinfinity.common.progress import hidden
+from lightning_smartinfinity.errors import StorageError, StorageLockedError
 from lightning_smartinfinity.storage import recover_store
-from lightning_smartinfinity.storage.folders import staging_folder
+from lightning_smartinfinity.storage.folders import lock_content, staging_folder
 from lightning_smartinfinity.storage.folders.lock import FolderLock, acquire, is_locked
+from lightning_smartinfinity.storage.folders.lock_content import packed
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.replacement import flush
 from lightning_smartinfinity.storage.folders.staging_folder import locked, mark_of
 from lightning_smartinfinity.storage.state.space import leftover_bytes
+from tests.helpers.attacks import Attack
+from tests.helpers.long_cases import long_but
 from tests.helpers.power_loss import RecordedDisk, content
 from tests.helpers.waiting import LIMIT, await_that
-from tests.storage.makers import create, created, held_by_another_process, left, recovered, tree
+from tests.storage.makers import (
+    commit_generation,
+    create,
+    created,
+    flipped,
+    held_by_another_process,
+    left,
+    listed,
+    recovered,
+    tree,
+)
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -87,18 +103,66 @@ def test_a_damaged_lock(tmp_path: Path, how: str, keep: bool, caplog: pytest.Log
         assert tree(tmp_path) == set() and not caplog.records
 
 
-@pytest.mark.parametrize("foreign", [b"precious\n", b"precious\n" * 10_000])
-def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes) -> None:
-    """A file in place of a lock stays, unless it is small and a manifest tells that it was a lock."""
+def newer_lock() -> bytes:
+    with mock.patch.multiple(lock_content, LOCK_VERSION=2, __version__="9.9.9"):
+        return packed(1, ["state.bin"])
+
+
+FOREIGN = r"is not a lock of this package.*Remove it"
+NEWER = r"newer version .* 9\.9\.9, .* 2\. .* reads 1\. .* 9\.9\.9"
+
+
+@pytest.mark.parametrize(
+    ("foreign", "said"), [(b"precious\n", FOREIGN), (b"precious\n" * 10_000, FOREIGN), (newer_lock(), NEWER)]
+)
+def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes, said: str) -> None:
+    """A file in place of a lock stays, unless it is small and a manifest tells that it was a lock.
+
+    So does a lock of a newer version.
+    """
     lock = left(tmp_path) / "lock"
-    if len(foreign) < 1000:
+    if foreign == b"precious\n":
         (lock.parent / "manifest.json").unlink()
     lock.write_bytes(foreign)
     before = tree(tmp_path)
     for attempt in (create, recover_store):
-        with pytest.raises(StorageCorruptError, match=r"is not a lock of this package.*Remove it"):
+        with pytest.raises(StorageError, match=said):
             attempt([tmp_path])
+    assert main(["scrub", str(tmp_path), "--quiet"]) == (2 if said == NEWER else 1)
     assert lock.read_bytes() == foreign and tree(tmp_path) == before
+
+
+# Every 31st is each bit of some byte, and a bit of each byte.
+@pytest.mark.parametrize("every", long_but([31], [31, 1]))
+def test_no_bit_of_a_lock_misleads(every: int, tmp_path: Path, attack: Attack) -> None:
+    """If notes change, the commands name the lock. They then name no checkpoint to go on from if a drive is lost."""
+    folders, gone = [tmp_path / "a", tmp_path / "b"], tmp_path / "unmounted"
+    store = create(folders, world_size=1)
+    commit_generation(store, 0)
+    store.record_training(generation=0, step=1, content=b"", has_steps=True)
+    store.note_checkpoint(str(tmp_path), step=1)
+    store.close(remove=False)
+    lock = folders[0] / "default/rank-00000/lock"
+    before, whole = lock.read_bytes(), listed(*folders)
+    folders[1].rename(gone)
+    (lost,) = listed(folders[0])
+    assert str(tmp_path) in lost.problems[0].partition("newest checkpoint, after step 1: ")[2]
+    flips = range(0, 8 * len(before), every)
+    for number in flips:
+        lock.write_bytes(flipped(before, number // 8, number % 8))
+        (job,) = listed(folders[0])
+        named = [sentence for sentence in job.problems if f"{str(lock)!r} is damaged" in sentence]
+        assert named or job.problems == lost.problems, number
+        assert not named or "go on from a checkpoint, or begin anew" in job.problems[0], number
+        gone.rename(folders[1])
+        jobs = listed(*folders)
+        assert [job.resumable_step for job in jobs] == [1, None] and scrub_jobs(jobs, show=hidden).unknown == named
+        assert named or (jobs[0].kept, *jobs[0].folders[0].part) == (False, *whole[0].folders[0].part), number
+        assert recovered(*folders, remove=False) == 0
+        assert lock.with_name("lock.1.aside").exists() == bool(named), number
+        lock.with_name("lock.1.aside").unlink(missing_ok=True)
+        folders[1].rename(gone)
+    attack("bit flip in a lock, before jobs, scrub and a resume", tries=len(flips), outcome="named, or nothing changes")
 
 
 def test_a_new_lock_survives_a_power_loss(tmp_path: Path) -> None:
@@ -107,7 +171,7 @@ def test_a_new_lock_survives_a_power_loss(tmp_path: Path) -> None:
     lock = FolderLock(OpenFolder(disk.folder))
     flush(disk.folder)
     with disk.after_power_loss() as found:
-        assert content(found) == {"lock": f"{os.getpid()}\n".encode()}
+        assert content(found) == {"lock": packed(os.getpid(), ())}
     disk.close()
     lock.release(remove=True)
 

@@ -27,7 +27,8 @@ from lightning_smartinfinity.storage import find_resumable, recover_store
 from lightning_smartinfinity.storage.folders.manifest import read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.io.files import OpenFile, write_all
-from lightning_smartinfinity.storage.jobs.jobs import find_job, find_jobs, remove_job, with_lost_parts
+from lightning_smartinfinity.storage.jobs.jobs import find_job
+from lightning_smartinfinity.storage.jobs.removal import remove_job
 from lightning_smartinfinity.storage.jobs.trainings import Condition, trainings_in
 from lightning_smartinfinity.storage.records import record_writes
 from lightning_smartinfinity.storage.records.sealed import crc32c
@@ -54,6 +55,7 @@ from tests.storage.makers import (
     flipped,
     killed_before,
     left,
+    listed,
     manifest_with,
     recovered,
     tree,
@@ -134,7 +136,7 @@ def layout(**changes: Any) -> Change:
             for version in (2, 3, 99)
         ),
         (values(state_format=[]), StorageError, "in the format []"),
-        (values(rank=1), StorageCorruptError, "belongs to another store"),
+        (values(rank=1), StorageError, "belongs to another store"),
         *(
             pytest.param(values(**changes), StorageCorruptError, NONE, id=str(changes))
             for changes in (
@@ -250,7 +252,9 @@ def test_folders_must_be_those_of_the_store(tmp_path: Path) -> None:
     assert "is in 2 storage folders; 3 named" in refused(a, b, d) and recovered(a, b, remove=False) == 0
     for old, new in ((a, d), (b, a), (d, b)):
         old.rename(new)
-    assert refused(a, b).endswith(f": storage={[str(b), str(a)]!r}.")
+    right = f": storage={[str(b), str(a)]!r}."
+    assert refused(a, b).endswith(right)
+    assert all(job.problems[0].endswith(f"in this order{right}") for job in listed(a, b))
     b.rename(d)
     said = refused(a, b)
     assert said.startswith(f"{str(b / 'default/rank-00000')!r} cannot be found")
@@ -417,20 +421,26 @@ def test_training_records_of_no_use(tmp_path: Path) -> None:
     assert refusal(ended).endswith("wrote no training records after step 1: a callback holds a lock.")
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "commit.bin"])
+@pytest.mark.parametrize("name", ["manifest.json", "commit.bin", "training-?.bin"])
 def test_a_file_that_is_missing_beside_records_of_steps(name: str, tmp_path: Path) -> None:
-    """It was lost: a resume and a scrub name it, and nobody deletes the rest. Without a step, there is none to lose."""
+    """It was lost: a resume and a scrub name it, and nobody deletes the rest. Without a step, there is none to lose.
+
+    So were both training records beside state that has taken steps.
+    """
     for num_steps in (0, 2):
         folders = [tmp_path / f"{device}{num_steps}" for device in "ab"]
-        folder = left(*folders, generations=2, steps=range(num_steps))
-        (folder / name).unlink()
-        found = [job for storage in folders for job in find_jobs(storage)]
-        jobs = with_lost_parts(folders[0], found, calls_of=lambda _: None)
+        folder = left(*folders, generations=2, steps=range(num_steps), world_size=1)
+        lost = sorted(folder.glob(name))
+        for path in lost:
+            path.unlink()
+        jobs = listed(*folders)
         assert look_at(OpenFolder(folder)).is_damaged == jobs[0].damaged == (num_steps == 2)
     (sentence,) = scrub_rank([storage / "default/rank-00000" for storage in folders], rank=0, show=hidden).damaged
     with pytest.raises(StorageCorruptError) as caught:
         find_resumable(folders, job="default", rank=0)
-    assert sentence == caught.value.problem and f"{str(folder / name)!r} is missing" in sentence
+    assert sentence == caught.value.problem and sentence.startswith(" and ".join(repr(str(path)) for path in lost))
+    (training,) = trainings_in(find_parts(folders, ["default"]), "default")
+    assert training.condition is Condition.DAMAGED
     assert [job.problems for job in jobs] == [[sentence], []]
     assert "copy of that file" in caught.value.remedy
 

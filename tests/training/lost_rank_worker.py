@@ -1,7 +1,8 @@
 """Goes on until something happens to rank 1: ``python -m tests.training.lost_rank_worker FOLDER CAUSE DOING RANKS``.
 
 Every rank writes the number of its process to ``at-work-<rank>`` in its fourth batch. CAUSE is a key of
-:data:`CAUSES`, ``nothing``, ``activations``, which are then on storage, or ``interrupted``: between backward and step.
+:data:`CAUSES`, ``nothing``, ``activations``, which are then on storage, ``interrupted``: between backward and step, or
+``all-failed``. A ModelCheckpoint in ``kept`` saves after an error.
 DOING is a method of the Trainer, or a key ``fabric``. If SIGTERM ends a fit, the ranks save a checkpoint together. With
 ``--machines`` each rank is on a machine of its own.
 """
@@ -15,12 +16,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -29,6 +32,7 @@ from lightning_smartinfinity.storage import StateStore
 from lightning_smartinfinity.storage.io import deadlines as in_time
 from lightning_smartinfinity.storage.state import state_store
 from lightning_smartinfinity.storage.tensors.tensor_files import UnnamedFiles
+from lightning_smartinfinity.zero3.ranks import collectives
 from tests.helpers import fuse
 from tests.helpers.models import Recipe
 from tests.helpers.nodes import become_node, mount_own
@@ -90,6 +94,8 @@ def happen(batch: int, *, rank: int, folder: Path, cause: str) -> None:
         (folder / f"at-work-{rank}").write_text(str(os.getpid()))
         if rank == 1 and cause in CAUSES:
             CAUSES[cause]()
+        if cause == "all-failed":
+            _fail()
 
 
 class Happening(pl.Callback):
@@ -160,6 +166,7 @@ def main() -> None:
         fuse.mount(folder / "disk", _mounted(folder))
     options: dict[str, Any] = {"overlap": "none"}
     if not given.default_limits:
+        collectives._ENDING_LIMIT = timedelta(seconds=2)
         options |= {"watchdog_timeout": SILENCE, "transfer": TransferConfig(io_timeout=IO_TIMEOUT)}
     if cause == "dead-disk":
         offload = {"device": "nvme", "nvme_path": str(folder / "{node}" / "parameters")}
@@ -181,7 +188,8 @@ def main() -> None:
         **count,
         max_steps=1_000_000,
         limit_val_batches=0 if doing == "fit" else None,
-        callbacks=[Happening(folder, cause)],
+        enable_checkpointing=True,
+        callbacks=[Happening(folder, cause), ModelCheckpoint(folder / "kept", save_top_k=0, save_on_exception=True)],
     )
     getattr(trainer, doing)(Endless(RECIPE))
 

@@ -434,7 +434,7 @@ def test_kills_at_random(kept: str, devices: int, tmp_path: Path, attack: Attack
         attack("kill beside a ModelCheckpoint's saves", tries=NUM_LONG, outcome="its index and its folder agree")
     straight = tmp_path / "straight"
     fit_saving(straight, kept, devices=devices, ends=0)
-    draw, killed, chains = random.Random(f"{kept} {devices}"), 0, 0
+    draw, killed, chains, within = random.Random(f"{kept} {devices}"), 0, 0, 0
     while killed < NUM_LONG:
         folder, code, kills = tmp_path / f"{chains}", -signal.SIGKILL, 0
         chains += 1
@@ -447,8 +447,10 @@ def test_kills_at_random(kept: str, devices: int, tmp_path: Path, attack: Attack
             }
             code, output = fit_saving(folder, kept, devices=devices, resume=kills > 0, seed=9 if kills else 1, **moment)
             kills += code == -signal.SIGKILL
+            within += code == -signal.SIGKILL and any(folder.rglob(".saving*"))
         assert code == 0, output[-4000:]
         assert chains < 4 * NUM_LONG
         killed += kills
         assert_agree(folder)
         assert end_of(folder)["state"] == end_of(straight)["state"]
+    assert kept != LAST or within > killed // 5, "few kills came within a save"

@@ -55,6 +55,7 @@ from tests.training.worker import Run
 BASE = Recipe(
     groups=True, scheduler="step", skip_side_at=(1,), nan_at=(2,), depth=1, max_steps=4, accumulate=2, clip=0.3
 )
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 CODECS = {
     "top 5 %": TopK(0.05),
     "top 5 %, without error feedback": TopK(0.05, error_feedback=False),
@@ -86,21 +87,27 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str | N
 
 
 @pytest.mark.filterwarnings("ignore:.*no gain")
-def test_sending_everything_changes_no_bit(straight: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "error_feedback"), long_but([("bf16-mixed", True)], itertools.product(PRECISIONS, [True, False]))
+)
+def test_sending_everything_changes_no_bit(precision: str, error_feedback: bool, straight: Any, tmp_path: Path) -> None:
     """With ratio=1 nothing is compressed, and the other settings are ignored."""
     with pytest.warns(UserWarning, match="value_dtype and exact are ignored"):
-        codec = TopK(1.0, value_dtype="bf16")
-    assert_same(result(run_of(tmp_path, "bf16-mixed", codec)), straight("bf16-mixed", None)[0])
+        codec = TopK(1.0, error_feedback=error_feedback, value_dtype="bf16")
+    assert_same(result(run_of(tmp_path, precision, codec)), straight(precision, None)[0])
 
 
 @pytest.mark.parametrize(
     ("name", "precision", "overlap"),
-    [
-        ("top 5 %", "32-true", "forward"),
-        ("top 5 %, without error feedback", "16-mixed", "backward"),
-        ("top 5 % of a sample, in bf16", "bf16-mixed", "backward"),
-        ("8 bits", "bf16-mixed", "forward"),
-    ],
+    long_but(
+        [
+            ("top 5 %", "32-true", "forward"),
+            ("top 5 %, without error feedback", "16-mixed", "backward"),
+            ("top 5 % of a sample, in bf16", "bf16-mixed", "backward"),
+            ("8 bits", "bf16-mixed", "forward"),
+        ],
+        itertools.product(CODECS, PRECISIONS, ["forward", "backward"]),
+    ),
 )
 def test_overlap_and_resume_change_no_bit(
     name: str, precision: str, overlap: str, straight: Any, tmp_path: Path
@@ -123,13 +130,14 @@ def select_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_state, "CompressedGradients", on_device)
 
 
-def test_no_memory_to_select_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running out of memory for the second tasklet raises our own error, and no step is committed."""
+@pytest.mark.parametrize("begun", [0, 1])
+def test_no_memory_to_select_on_a_device(begun: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running out of memory for the first or second tasklet raises our own error, and no step is committed."""
     select_on_cpu(monkeypatch)
     select, selected = device_selection.top_k_payload, []
 
     def fail(*args: Any, **settings: Any) -> torch.Tensor:
-        if selected:
+        if len(selected) == begun:
             raise torch.OutOfMemoryError("too much")
         selected.append(1)
         return select(*args, **settings)
@@ -140,11 +148,8 @@ def test_no_memory_to_select_on_a_device(tmp_path: Path, monkeypatch: pytest.Mon
     )
     with pytest.raises(CudaError, match=r"no memory on cpu.*too much.*smaller tasklets"):
         fit(LitTiny(Recipe(depth=1, max_steps=1)), tmp_path, strategy, max_steps=1)
-    assert (
-        strategy._training_optimizer is not None
-        and strategy._training_optimizer.rank_state.handler.generation == 0
-        and selected
-    )
+    assert strategy._training_optimizer is not None
+    assert (strategy._training_optimizer.rank_state.handler.generation, len(selected)) == (0, begun)
 
 
 def sent(gradients: dict[str, torch.Tensor], ratio: float) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Code that touches parameters and gradients works as in memory, by each door; other packages stay as they were."""
+"""Code that touches parameters and gradients works as in memory, by each entry point; other packages stay unchanged."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def by_transformers(
         return train(training.config)
 
 
-DOORS: dict[str, Callable[..., list[Any]]] = {
+ENTRY_POINTS: dict[str, Callable[..., list[Any]]] = {
     "Lightning": by_lightning,
     "Fabric": by_fabric,
     "transformers": by_transformers,
@@ -172,8 +172,8 @@ DOORS: dict[str, Callable[..., list[Any]]] = {
 def on_each_rank(out: Path) -> dict[tuple[str, bool], list[Any]]:
     """Return what hooks of Lightning and a loop of Fabric see; transformers' Trainer has one process on CPUs."""
     return {
-        (door, terms): DOORS[door](out, {}, terms=terms, late=not terms, devices=2)
-        for door, terms in (("Lightning", False), ("Fabric", True))
+        (entry_point, terms): ENTRY_POINTS[entry_point](out, {}, terms=terms, late=not terms, devices=2)
+        for entry_point, terms in (("Lightning", False), ("Fabric", True))
     }
 
 
@@ -187,14 +187,14 @@ ON_STORAGE = {
 
 
 @functools.cache
-def in_memory(door: str, terms: bool) -> list[Any]:
+def in_memory(entry_point: str, terms: bool) -> list[Any]:
     """Return what the same training sees in memory."""
     with TemporaryDirectory() as folder:
-        return DOORS[door](Path(folder), None, terms=terms)
+        return ENTRY_POINTS[entry_point](Path(folder), None, terms=terms)
 
 
 @pytest.mark.parametrize(
-    ("door", "options", "late"),
+    ("entry_point", "options", "late"),
     [
         ("Lightning", {"overlap": "none"}, True),
         ("Lightning", BACKWARD, False),
@@ -206,23 +206,23 @@ def in_memory(door: str, terms: bool) -> list[Any]:
     ],
 )
 def test_hooks_read_and_write_parameters_and_gradients(
-    door: str, options: dict[str, Any], late: bool, tmp_path: Path
+    entry_point: str, options: dict[str, Any], late: bool, tmp_path: Path
 ) -> None:
     """Groups by shape, writes, reads and gradients are those of memory, one after the other in one training."""
-    assert_alike(DOORS[door](tmp_path, options, late=late), in_memory(door, False))
+    assert_alike(ENTRY_POINTS[entry_point](tmp_path, options, late=late), in_memory(entry_point, False))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_terms_of_the_loss_over_parameters(door: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_terms_of_the_loss_over_parameters(entry_point: str, tmp_path: Path) -> None:
     """Penalties train as in memory, before or after the forward, over parameters, views and kept ones."""
-    assert_alike(DOORS[door](tmp_path, BACKWARD, terms=True), in_memory(door, True))
+    assert_alike(ENTRY_POINTS[entry_point](tmp_path, BACKWARD, terms=True), in_memory(entry_point, True))
 
 
 def test_two_processes(tmp_path: Path) -> None:
     """Both ranks see what one process sees of the same data."""
     for of_rank in on_ranks(on_each_rank, tmp_path):
-        for (door, terms), seen in of_rank.items():
-            assert_alike(seen, in_memory(door, terms))
+        for (entry_point, terms), seen in of_rank.items():
+            assert_alike(seen, in_memory(entry_point, terms))
 
 
 # ---- a training leaves other packages as they were
@@ -310,17 +310,17 @@ def use_plain_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "late"), [("Lightning", False), ("Lightning", True), ("Fabric", True), ("transformers", False)]
+    ("entry_point", "late"), [("Lightning", False), ("Lightning", True), ("Fabric", True), ("transformers", False)]
 )
 def test_nothing_of_torch_is_left_replaced(
-    door: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    entry_point: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every attribute is the one from before, none has come, and plain models do what they did, in mid-fit, too."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     use_plain_models()
     before, ours_before = attributes_of_torch(), of_this_package()  # a strategy of another test may still be open
     monkeypatch.setitem(READS, "plain models", lambda _: use_plain_models())
-    DOORS[door](tmp_path, {}, late=late)
+    ENTRY_POINTS[entry_point](tmp_path, {}, late=late)
     after = attributes_of_torch()
     for attributes in (before, after):  # transformers brings it, without this package as well
         attributes.pop((nn.Module, "smart_apply"), None)

@@ -13,6 +13,7 @@ import signal
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,20 +24,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, StorageError, StorageFullError, TopK
+from lightning_smartinfinity import SmartInfinityStrategy, StorageError, StorageFullError, TopK
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
+from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.storage.folders import staging_folder
 from lightning_smartinfinity.storage.folders.lock import FolderLock
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.zero3.checkpoints.formats import tensor_file
+from tests.export.worker import after, kill
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import native_testing as testing
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
+from tests.helpers.processes import run_module
 from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import fit, quiet_trainer
+from tests.stock.situations import error_of
 from tests.stock.systems import Hook
 from tests.training.asynchronous_worker import TRANSFER, contents
 from tests.training.rank_worker import CASES
@@ -44,15 +49,6 @@ from tests.training.test_bad_input import refused
 from tests.training.worker import Recorder, Run, each_rank, train
 
 RECIPE = Recipe(precision="bf16-mixed", max_steps=6)
-
-
-def met(action: Callable[[], object]) -> str:
-    """Return the error that an action raises."""
-    try:
-        action()
-    except SmartInfinityError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def on_rank_one(fail: Callable[[Any], None], step: int = 2) -> Hook:
@@ -103,6 +99,11 @@ def fail_roll_back(optimizer: Any) -> None:
     optimizer.rank_state.handler.roll_back = unreadable
 
 
+def lose_gradient(optimizer: Any) -> None:
+    """Make the next sums of squares fail because a copy from a device has failed."""
+    optimizer.rank_state.arena.sum_of_squares = mock.Mock(side_effect=CudaError("A copy failed.", CudaError.REMEDY))
+
+
 def damage_payload(optimizer: Any) -> None:
     """Corrupt the payload of the next step just before the step is committed."""
     state = optimizer.rank_state
@@ -122,7 +123,7 @@ def fit_failing(
     zero = {"reduce_bucket_size": 4000}  # gradients leave during backward
     strategy = SmartInfinityStrategy(root / "storage", overlap=overlap, zero=zero, **options)
     trainer = quiet_trainer(root, strategy, devices=2, max_steps=5, gradient_clip_val=clip, callbacks=[failure])
-    return trainer, met(lambda: trainer.fit(LitTiny(RECIPE)))
+    return trainer, error_of(lambda: trainer.fit(LitTiny(RECIPE)))
 
 
 def close_in_flight(root: Path) -> bool:
@@ -149,14 +150,15 @@ def steps(root: Path, overlap: str, *activations: str) -> dict[str, Any]:
 
     In the first fit a write of state fails, in the second one the write of the commit record; with activations a read
     and a write of these fail in two fits before. With ``none`` an earlier fit damages its compressed gradients in
-    memory. With ``backward`` an earlier fit cannot roll back a speculative update. With ``forward`` a loop in Fabric
-    follows that ends with a step in flight.
+    memory. With ``backward`` an earlier fit loses a gradient, and one cannot roll back a speculative update. With
+    ``forward`` a loop in Fabric follows that ends with a step in flight.
     """
     seen: dict[str, Any] = {}
     if overlap == "none":
         failure = on_rank_one(damage_payload, step=1)
         _, seen["damage_payload"] = fit_failing(root, overlap, failure, compression=TopK(0.05))
     if overlap == "backward":
+        _, seen["lose_gradient"] = fit_failing(root, overlap, on_rank_one(lose_gradient))
         # Clipping makes every speculative update wrong. After the third one speculation pauses.
         _, seen["fail_roll_back"] = fit_failing(root, overlap, on_rank_one(fail_roll_back, step=1), clip=1e-3)
     of_activations = (fail_read_of_activations, fail_write_of_activations) if activations else ()
@@ -171,16 +173,17 @@ def steps(root: Path, overlap: str, *activations: str) -> dict[str, Any]:
     return seen
 
 
-def die_in_writing() -> None:
-    """Let rank 1 be killed when it writes the fifth tensor of a save."""
-    write, calls = tensor_file.TensorStream.write, itertools.count()
+DEATHS: dict[str, tuple[object, str, int]] = {
+    "writing": (tensor_file.TensorStream, "write", 4),
+    "removing": (staging_folder, "_remove_tree", 0),  # the old save, after the swap
+}
 
-    def dying(*args: Any) -> Any:
-        if dist.get_rank() == 1 and next(calls) == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write(*args)
 
-    tensor_file.TensorStream.write = dying  # type: ignore[method-assign]
+def die_in_save(moment: str) -> None:
+    """Let the last rank be killed at a call of a function in the next save, after some that return."""
+    owner, name, count = DEATHS[moment]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        setattr(owner, name, after(count, getattr(owner, name), kill))
 
 
 def full_at(name: str) -> AbstractContextManager[object]:
@@ -209,7 +212,7 @@ def save_with_faults(trainer: Any, path: Path) -> dict[str, Any]:
         trainer.strategy.barrier()
         with fault(path) if trainer.global_rank == 0 else nullcontext():
             trainer.strategy.barrier()
-            found = met(lambda: trainer.save_checkpoint(path))
+            found = error_of(lambda: trainer.save_checkpoint(path))
             trainer.strategy.barrier()
         trainer.strategy.barrier()
         seen[name] = {"met": found, "same": contents(path) == before}
@@ -218,26 +221,25 @@ def save_with_faults(trainer: Any, path: Path) -> dict[str, Any]:
     return seen
 
 
-def saves(folder: Path, *die: str) -> dict[str, Any]:
+def saves(folder: Path, *deaths: str) -> dict[str, Any]:
     """Save after the first step, copy that to ``first.ckpt``, and save over it; return what this rank met.
 
-    Rank 1 may die in the save after the second step. Else the saves after the training fail on rank 0: the disk is full
-    when the last files are written, or another process saves there.
+    The last rank may be killed at a moment of the save after the second step (see ``DEATHS``). Else the saves after the
+    training fail on rank 0: the disk is full when the last files are written, or another process saves there.
     """
     path = folder / "last.ckpt"
 
     def save(trainer: Any) -> None:
+        if trainer.global_step == 2:
+            die_in_save(*deaths)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             shutil.copytree(path, folder / "first.ckpt")
 
-    def save_and_die(trainer: Any) -> None:
-        die_in_writing()
-        trainer.save_checkpoint(path)
-
     strategy = SmartInfinityStrategy(folder / "storage", compression=TopK(0.05), transfer=TRANSFER)
-    hooks = [Hook(1, save), *(Hook(2, save_and_die) for _ in die)]
-    return save_with_faults(fit(LitTiny(RECIPE), folder, strategy, devices=2, max_steps=4, callbacks=hooks), path)
+    hooks = [Hook(step, save) for step in range(1, 2 + len(deaths))]
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    return save_with_faults(fit(LitTiny(RECIPE), folder, strategy, devices=devices, max_steps=4, callbacks=hooks), path)
 
 
 def failing_write(step: int) -> Hook:
@@ -331,6 +333,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(
     if overlap == "forward":
         assert seen[0]["close_in_flight"], "a step was rolled back on one rank and not on the other"
     if overlap == "backward":
+        assert seen[0]["lose_gradient"].startswith("CudaError: A copy failed. It comes from rank 1")
         assert (
             seen[0]["fail_roll_back"].startswith("StorageError: The optimizer state of this training is lost")
             and "rank-00001" in seen[0]["fail_roll_back"]
@@ -373,14 +376,25 @@ def test_a_save_that_fails_late_on_one_rank_fails_on_all(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
-def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path, attack: Attack) -> None:
-    """A kill of one of two processes during writing leaves the old checkpoint byte for byte."""
-    attack("kill within a save of a training of two processes", tries=1, outcome="the old one is whole")
-    with pytest.raises(AssertionError) as killed:
-        on_ranks(saves, tmp_path, "die")
+@pytest.mark.parametrize(("ranks", "moment"), long_but([(2, "writing")], [(1, "removing"), (2, "writing")]))
+def test_a_killed_save_leaves_a_whole_checkpoint(ranks: int, moment: str, tmp_path: Path, attack: Attack) -> None:
+    """A kill of the last process during writing leaves the old checkpoint byte for byte.
+
+    A kill after the swap leaves the new one, which resumes.
+    """
+    attack("kill within a save of a training of 1 or 2 processes", tries=1, outcome="the old or the new one is whole")
+    done = run_module("tests.helpers.ranks", __name__, saves.__name__, tmp_path, moment, ranks=ranks)
+    assert done.returncode == -signal.SIGKILL, (done.stdout + done.stderr)[-6000:]
     path, first = tmp_path / "last.ckpt", tmp_path / "first.ckpt"
+    assert list(path.glob(".saving*")), "the kill did not come within a save"
     saved = {name: content for name, content in contents(path).items() if not name.startswith(".saving")}
-    assert saved == contents(first, saved_to=path) != {}, killed.value
+    assert saved and (saved == contents(first, saved_to=path)) == (moment == "writing")
+    if moment == "removing":
+        run = partial(Run, recipe=RECIPE, transfer=TRANSFER, options={"compression": TopK(0.05)})
+        straight, _, _ = train(run(out=str(tmp_path / "straight")))
+        resumed, _, _ = train(run(out=str(tmp_path / "b"), resume=str(path), save_after_fit=str(path)))
+        assert resumed.losses == straight.losses[2:]
+        assert not list(path.glob(".saving*"))
 
 
 # ---- bad input on one of two processes makes both raise and end by themselves, and leaves nothing behind

@@ -26,6 +26,7 @@ from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
+from tests.pipeline.harness import assert_equal
 from tests.training.actions import Action, does, halve_gradients, halve_rate, save
 from tests.training.test_overlap import BF16, BUCKET, NVME, SMALL_RING, assert_holds, assert_same, interrupt_at, result
 from tests.training.worker import Run, each_rank, launch, prepared, train
@@ -261,7 +262,7 @@ def test_a_gradient_of_another_rank_is_not_finite(tmp_path: Path) -> None:
         run_of(tmp_path / "binding", recipe, **BINDING, devices=2),
     ]
     straight, binding = launch(*runs, worker="tests.training.guesses_worker")
-    counted = [binding.extra.pop(name) for name in ("adopted", "binding", "discarded", "fetching")]
+    counted = [binding.extra.pop(name) for name in ("adopted", "binding", "discarded", "counts")]
     assert (counted[:3], binding.extra["skipped"]) == ([7, 3, 1], [4])
     expected = {name: straight.extra[name] for name in binding.extra}
     assert_same(((binding.losses, binding.extra), binding.masters), ((straight.losses, expected), straight.masters))
@@ -299,11 +300,8 @@ def test_an_interrupt(name: str, after: bool, tmp_path: Path, monkeypatch: pytes
     saved = str(Path(trainer.default_root_dir) / "saved.ckpt")
     (losses, _, extra), masters = result(dataclasses.replace(run, out=str(tmp_path / "resumed"), resume=saved))
     (expected, _, of_all), of_straight = result(run_of(tmp_path / "all", BOUND, "none"))
-    assert (
-        losses == expected[2:]
-        and extra["steps"] == of_all["steps"]
-        and all(torch.equal(masters[name], of_straight[name]) for name in of_straight)
-    )
+    assert (losses, extra["steps"]) == (expected[2:], of_all["steps"])
+    assert_equal(masters, of_straight)
 
 
 # That an error of one rank reaches all of them is in test_failures.py.

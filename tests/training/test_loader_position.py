@@ -302,13 +302,18 @@ def test_the_order_goes_on_with_workers(name: str) -> None:
     check_every_stop(WORKERS[name], drains=False, every=7)
 
 
+@pytest.mark.parametrize("given", [None, 5])
 @pytest.mark.parametrize(("saved", "now"), [(0, 1), (2, 0)])
-def test_another_number_of_workers(saved: int, now: int) -> None:
+def test_another_number_of_workers(saved: int, now: int, given: int | None) -> None:
     """The order goes on even if the resumed run has workers and the saved one had none, or the other way round."""
+
+    def make(num_workers: int, own: int | None) -> DataLoader[Any]:
+        return DataLoader(Plain(), 2, shuffle=True, num_workers=num_workers, generator=own and generator(own))
+
     seed(1)
-    state, left = stopped(DataLoader(Plain(), 2, shuffle=True, num_workers=saved), 2)
+    state, left = stopped(make(saved, given), 2)
     seed(9)
-    assert rest(DataLoader(Plain(), 2, shuffle=True, num_workers=now), state) == left
+    assert rest(make(now, given and 9), state) == left
 
 
 def test_a_state_from_before_the_first_iteration() -> None:
@@ -378,14 +383,21 @@ def test_options_are_kept() -> None:
     )
 
 
-def test_an_iterator_that_is_left_goes_at_once() -> None:
-    """Nothing refers to itself, so workers end with the last reference to their iterator."""
-    iterator = iter(keeping_position(DataLoader(Plain(), 3, num_workers=1)))
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iterator_that_is_left_goes_at_once(is_resumed: bool, persistent: bool) -> None:
+    """Nothing refers to itself, so workers end with the last reference to their iterator or loader."""
+    loaders = [keeping_position(DataLoader(Plain(), 3, num_workers=1, persistent_workers=persistent)) for _ in "ab"]
+    if is_resumed:
+        loaders[0].load_state_dict(stopped(loaders.pop(), 1)[0])
+    iterator = iter(loaders[0])
     next(iterator)
     left = weakref.ref(iterator._batches)
     gc.disable()
     try:
         del iterator
+        if persistent:
+            loaders.clear()
         assert left() is None
     finally:
         gc.enable()

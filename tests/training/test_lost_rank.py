@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ class Ranks(ExitStack):
 
     def __init__(self, folder: Path, cause: str, doing: str = "fit", count: int = 2, machines: bool = True) -> None:
         super().__init__()
-        self.folder, self.cause, self.count, self.machines = folder, cause, count, machines
+        self.folder, self.cause, self.doing, self.count, self.machines = folder, cause, doing, count, machines
         arguments = [str(folder), cause, doing, str(count), *(["--machines", "--made-up"] if machines else [])]
         pool, self._statuses = self.enter_context(ThreadPoolExecutor(count)), list[Future[int]]()
         for rank, environment in enumerate(self.enter_context(environments_of(count))):
@@ -142,6 +143,13 @@ def test_ctrl_c_with_activations_on_storage(asked: tuple[int, ...], ranks: Ranks
     assert not list(ranks.folder.rglob("*activations*"))
 
 
+def assert_not_saved(ranks: Ranks) -> None:
+    """Check that no rank has begun to save a checkpoint after its error, and that each says so if it has trained."""
+    assert not (ranks.folder / "kept").exists()
+    said = [f"No checkpoint is saved on rank {rank}" in ranks.said(rank) for rank in range(2)]
+    assert said == [ranks.doing == "fit"] * 2, ranks.said(0) + ranks.said(1)
+
+
 @pytest.mark.parametrize("ranks", [("interrupted",)], ids=str, indirect=True)
 def test_ctrl_c_between_backward_and_step(ranks: Ranks) -> None:
     """Rank 1 ends without waiting for the other one, which would have to join a gather of its gradients."""
@@ -149,6 +157,7 @@ def test_ctrl_c_between_backward_and_step(ranks: Ranks) -> None:
         assert ranks.status(rank) == 1, ranks.said(rank)
     interrupted = f"RankLostError: R{NAME[1:]} failed with KeyboardInterrupt"
     assert interrupted in ranks.said(0), ranks.said(0) + ranks.said(1)
+    assert_not_saved(ranks)
 
 
 @pytest.mark.long
@@ -192,6 +201,17 @@ def test_a_rank_that_fails_alone(ranks: Ranks, attack: Attack) -> None:
     for rank in range(2):
         assert ranks.status(rank) == 1, ranks.said(rank)
     assert f"RankLostError: R{NAME[1:]} failed with ValueError: the fourth batch is bad" in ranks.said(0)
+    assert_not_saved(ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [("all-failed",), ("all-failed", "validate")], ids=str, indirect=True)
+def test_ranks_that_fail_together(ranks: Ranks) -> None:
+    """They save a checkpoint together if they have trained. Each ends with its own error."""
+    for rank in range(2):
+        assert ranks.status(rank) == 1, ranks.said(rank)
+        assert re.findall(r"(?m)^(?:\[rank\d\]: )?[\w.]+Error: ", ranks.said(rank)) == [f"[rank{rank}]: ValueError: "]
+    assert [path.name for path in ranks.folder.glob("kept/*/latest")] == ["latest"] * ("fit" in ranks.doing)
 
 
 @pytest.mark.parametrize(

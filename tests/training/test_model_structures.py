@@ -79,12 +79,6 @@ class TiedByData(Reused):
         self.back.weight.data = self.front.weight.data
 
 
-def test_parameters_over_the_same_memory_are_refused(tmp_path: Path) -> None:
-    """ZeRO-3 would untie them silently. The error names both."""
-    with pytest.raises(UnsupportedError, match=r"'back.weight' and 'front.weight' share memory"):
-        train_near_storage(Case(TiedByData), tmp_path)
-
-
 def test_empty_parameters_are_refused_at_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's gather would fail on them in the middle of the first forward."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -156,10 +150,20 @@ class Differentiable(TwoBackwards):
         self.manual_backward(self.loss(self.case.batch(0), 0), create_graph=True)
 
 
-def test_differentiable_gradients_of_parameters_are_refused(tmp_path: Path) -> None:
-    """Gradients move to the arena as soon as they arrive. The error names torch.autograd.grad instead."""
-    with pytest.raises(UnsupportedError, match=r"backward\(create_graph=.*torch.autograd.grad"):
-        train_near_storage(Case(Differentiable), tmp_path)
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (TiedByData, r"'back.weight' and 'front.weight' share memory"),
+        (Differentiable, r"backward\(create_graph=.*torch.autograd.grad"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused(module: Any, message: str, tmp_path: Path) -> None:
+    """ZeRO-3 would untie parameters over the same memory silently; the error names both.
+
+    Gradients move to the arena as soon as they arrive, so none is differentiable; the error names torch.autograd.grad.
+    """
+    with pytest.raises(UnsupportedError, match=message):
+        train_near_storage(Case(module), tmp_path)
 
 
 # Two processes train the others in turn, or another case has the same in another precision.

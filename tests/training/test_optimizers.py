@@ -23,6 +23,7 @@ from tests.helpers import reference
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
+from tests.pipeline.harness import assert_equal
 from tests.training.actions import does
 from tests.training.test_bad_input import refused
 from tests.training.test_overlap import SMALL_RING, assert_same, result
@@ -86,11 +87,8 @@ def test_trains_like_torch(name: str, precision: str, overlap: str, tmp_path: Pa
     assert_same(result(overlapped), straight)
     again = dataclasses.replace(overlapped, resume=str(tmp_path / "step-2.ckpt"), transfer={})
     (resumed, _, counted), ends = result(again)
-    assert (
-        resumed == losses[2:]
-        and [counted[key] for key in ("steps", "lr")] == [extra[key] for key in ("steps", "lr")]
-        and all(torch.equal(ends[parameter], master) for parameter, master in masters.items())
-    )
+    assert (resumed, counted["steps"], counted["lr"]) == (losses[2:], extra["steps"], extra["lr"])
+    assert_equal(ends, masters)
 
 
 def saved_state(checkpoint: Path) -> dict[int, dict[str, torch.Tensor]]:
@@ -124,7 +122,7 @@ def test_checkpoints_hold_what_torch_keeps(name: str, first: set[str], last: set
     module, again = LitTiny(RECIPES[name]), LitTiny(RECIPES[name])
     fit(module, tmp_path, precision="32-true", callbacks=[does(on_train_start=save, on_train_end=save)])
     weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "3.ckpt"))
-    assert all(torch.equal(weights[f"model.{name}"], master) for name, master in masters.items())
+    assert_equal({name: weights[f"model.{name}"] for name in masters}, masters)
     for step, names in ((0, first), (3, last)):
         found = saved_state(tmp_path / f"{step}.ckpt")
         assert {key for of_group in found.values() for key in of_group} == names, step

@@ -22,8 +22,10 @@ from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFli
 from tests.fabric import worker as fabric_worker
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import native_testing as testing
+from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
+from tests.pipeline.harness import assert_equal
 from tests.training import actions
 from tests.training.actions import does, fail_at
 from tests.training.test_loop_manual import Manual
@@ -51,7 +53,10 @@ CASES: dict[str, tuple[Recipe, dict[str, Any]]] = {
     # The loss scale makes the first steps overflow and be skipped.
     "16-mixed": (dataclasses.replace(BF16, precision="16-mixed"), {"initial_scale_power": 22, "hysteresis": 1}),
     "nvme": (dataclasses.replace(BF16, tied=False), {"zero": NVME}),
-    "cpu": (dataclasses.replace(BF16, precision="32-true"), {"zero": {"offload_param": {"device": "cpu"}}}),
+    "cpu": (
+        dataclasses.replace(BF16, precision="32-true", frozen=True),
+        {"zero": {"offload_param": {"device": "cpu"}}},
+    ),
 }
 
 
@@ -74,9 +79,7 @@ def result(
 
 def assert_same(ours: tuple[Any, dict[str, torch.Tensor]], theirs: tuple[Any, dict[str, torch.Tensor]]) -> None:
     assert repr(ours[0]) == repr(theirs[0])  # as text, NaNs are equal
-    assert ours[1].keys() == theirs[1].keys()
-    for name, master in theirs[1].items():
-        assert torch.equal(ours[1][name], master), name
+    assert_equal(ours[1], theirs[1])
 
 
 ACCESSES: list[actions.Action] = [
@@ -87,10 +90,14 @@ ACCESSES: list[actions.Action] = [
     actions.save,
     actions.drain,
 ]
+LOOKS: list[actions.Action] = [actions.read_state, actions.gather, actions.refresh_masters, actions.save, actions.drain]
 
 
 def test_what_reads_or_writes_from_outside_finishes_the_update(tmp_path: Path) -> None:
-    """After each access nothing is in flight, and training continues with the same losses."""
+    """After each access nothing is in flight, and training continues with the same losses.
+
+    Where the access changes nothing, these are the losses of an undisturbed training.
+    """
     seen: list[tuple[str, bool, bool]] = []
 
     def access(trainer: pl.Trainer, module: Any) -> None:
@@ -100,6 +107,9 @@ def test_what_reads_or_writes_from_outside_finishes_the_update(tmp_path: Path) -
         seen.append((action.__name__, before, handler.in_flight))
         module.losses.append(read)  # type: ignore[arg-type]
 
+    def look(trainer: pl.Trainer, module: Any) -> None:
+        LOOKS[trainer.global_step % len(LOOKS)](trainer, module)
+
     recipe = dataclasses.replace(BF16, precision="32-true", max_steps=len(ACCESSES))
     ours, theirs = (
         result(Run(str(tmp_path / overlap), recipe, options={"overlap": overlap}), does(on_train_batch_end=access))
@@ -107,6 +117,12 @@ def test_what_reads_or_writes_from_outside_finishes_the_update(tmp_path: Path) -
     )
     assert_same(ours, theirs)
     assert seen == [(action.__name__, busy, False) for busy in (True, False) for action in ACCESSES]
+    looked, undisturbed = (
+        result(Run(str(tmp_path / name), recipe, options={"overlap": "forward"}), does(**hooks))
+        for name, hooks in (("looked", {"on_train_batch_end": look}), ("undisturbed", {}))
+    )
+    assert looked[0][0] == undisturbed[0][0]
+    assert_equal(looked[1], undisturbed[1])
 
 
 def assert_holds(trainer: pl.Trainer, module: LitTiny, masters: dict[str, torch.Tensor]) -> None:
@@ -215,17 +231,18 @@ def test_what_stays_gathered_has_its_values_until_the_step(tmp_path: Path) -> No
     assert all(torch.equal(a, b) for a, b in zip(seen["none"], seen["backward"], strict=True))
 
 
-def test_a_rate_that_is_out_of_range_takes_no_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", long_but(["none", "backward"], ["none", "forward", "backward"]))
+def test_a_rate_that_is_out_of_range_takes_no_step(overlap: str, tmp_path: Path) -> None:
     """An invalid learning rate raises at once, and the previous step is the last."""
 
     def spoil_rate(trainer: pl.Trainer, module: Any) -> None:
         if trainer.global_step == 1:
             trainer.strategy.optimizers[0].param_groups[0]["lr"] = -1.0
 
-    module, trainer, _ = prepared(run_of(tmp_path, BF16, "backward"), does(on_after_backward=spoil_rate))
+    module, trainer, _ = prepared(run_of(tmp_path, BF16, overlap), does(on_after_backward=spoil_rate))
     with pytest.raises(ConfigError, match="lr"):
         trainer.fit(module)
-    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 1 and len(module.losses) == 2
+    assert (trainer.strategy.optimizers[0].update.drained_handler().generation, len(module.losses)) == (1, 2)
 
 
 # ---- Ctrl-C

@@ -25,6 +25,7 @@ from tests.helpers import native_testing as testing
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
+from tests.pipeline.harness import assert_equal
 from tests.pipeline.wandering import Wandering
 from tests.training import actions
 from tests.training.actions import Action
@@ -272,8 +273,7 @@ def train(program: Program, root: Path, *callbacks: pl.Callback, accelerator: st
 
 def assert_same(ours: Left, theirs: Left) -> None:
     assert ours.observed == theirs.observed and ours.generation == theirs.generation
-    for name, tensor in theirs.tensors.items():
-        assert torch.equal(ours.tensors[name], tensor), name
+    assert_equal(ours.tensors, theirs.tensors)
 
 
 Trained = Callable[[Callable[[int], Program], Iterable[int]], list[Left]]
@@ -349,6 +349,5 @@ def test_a_failure_anywhere_leaves_the_step_before(tmp_path: Path) -> None:
         failures += failed.generation < recipe.max_steps
         steps = dataclasses.replace(recipe, max_steps=failed.generation)
         straight = train(straight_of(dataclasses.replace(failing, recipe=steps)), tmp_path / f"{seed} straight")
-        for name, tensor in straight.tensors.items():
-            assert torch.equal(failed.tensors[name], tensor), (seed, name)
+        assert_equal(failed.tensors, straight.tensors)
     assert failures > 1

@@ -221,7 +221,7 @@ def test_training_compiles_nothing(trained: tuple[Path, dict[str, Outcome]]) -> 
     assert not list((trained[0] / "extensions").iterdir())
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", long_but(["32-true", "bf16-true"], ["32-true", "bf16-true", "bf16-mixed"]))
 def test_one_process_skips_a_step_that_is_not_finite(precision: str, tmp_path: Path) -> None:
     """Without a loss scaler a NaN never reaches the state either. Tiny parameters and validation equal torch's."""
     recipe = Recipe(precision=precision, nan_at=(1,), odd=True, epoch_batches=2, max_steps=4, validate=True)

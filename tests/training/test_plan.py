@@ -27,7 +27,7 @@ from lightning_smartinfinity import (
 from lightning_smartinfinity.planning import choice
 from lightning_smartinfinity.planning import needs as plan_needs
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings, plan_training
-from lightning_smartinfinity.planning.needs import PROCESS_BYTES, Place, held_by_update, needs
+from lightning_smartinfinity.planning.needs import PROCESS_BYTES, MemoryKind, held_by_update, needs
 from lightning_smartinfinity.planning.survey import resources
 from lightning_smartinfinity.planning.survey.modules import survey_module
 from lightning_smartinfinity.planning.training import Training
@@ -79,7 +79,7 @@ def just_enough_for(build: str, **settings: Any) -> dict[str, Any]:
     )
     figures = survey_module(LitTiny(RECIPE), batch=1, seq=512, in_16_bit=True)
     found = needs(figures, training, on_gpu=False)
-    return {"host_memory": max(need.total for need in found if need.place is Place.HOST)}
+    return {"host_memory": max(need.total for need in found if need.place is MemoryKind.HOST)}
 
 
 SMALL = {"host_memory": PROCESS_BYTES + 900_000}
@@ -259,12 +259,10 @@ def test_compressed_gradients_are_counted(codec: GradientCodec, tmp_path: Path) 
     """Payloads of every codec, and its residual if it keeps one, are those of the run, to the byte."""
     strategy = fit(tmp_path, Configured(RECIPE), plan="auto", compression=codec, overlap="none")
     planned, held = strategy._planned, strategy.host_bytes
-    assert (
-        planned is not None
-        and held_by_update(planned.figures, planned.training) == held
-        and held["payloads"] > 0
-        and held.get("residual", 0) == 4 * strategy.state_numel * codec.keeps_residual
-    )
+    assert planned is not None
+    assert held_by_update(planned.figures, planned.training) == held
+    assert held.get("residual", 0) == 4 * strategy.state_numel * codec.keeps_residual
+    assert held["payloads"] > 0
 
 
 def test_each_fit_is_planned_anew(tmp_path: Path) -> None:
@@ -299,12 +297,9 @@ def test_bad_input(plan: Any, message: str) -> None:
 def test_two_processes_choose_alike(tmp_path: Path) -> None:
     """The least that any rank sees counts, and both train with the same settings to the same bits."""
     ranks = each_rank("planned", tmp_path)
-    assert (
-        ranks[0]["settings"] == ranks[1]["settings"]
-        and "nvme" in ranks[0]["settings"][0]
-        and ranks[0]["losses"] == ranks[0]["expected"]
-        and [len(rank["told"]) for rank in ranks] == [1, 0]
-    )
+    assert ranks[0]["settings"] == ranks[1]["settings"]
+    assert "nvme" in ranks[0]["settings"][0]
+    assert (ranks[0]["losses"], [len(rank["told"]) for rank in ranks]) == (ranks[0]["expected"], [1, 0])
 
 
 def test_a_fit_after_an_evaluation(tmp_path: Path) -> None:
@@ -343,6 +338,9 @@ def test_what_surrounds_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     roomy = StrategySettings(storage=(tmp_path,), plan=PlanConfig(), transfer=TransferConfig(**SMALL_RING))
     plan_training(roomy, LitTiny(RECIPE), around)
     assert "taken for AdamW" in told[-1]
+    seven = PlanConfig(model="7B", gpu_memory="10GB", host_memory="64GB", disk="2TB")
+    planned = plan_training(dataclasses.replace(roomy, plan=seven), None, dataclasses.replace(around, on_gpu=True))
+    assert planned.settings.zero == {"offload_param": {"device": "cpu", "pin_memory": False}}
     tables = []
     for folders in (("a/b",), ("a/b", "c")):  # none of which exists yet
         storage = tuple(tmp_path / folder for folder in folders)

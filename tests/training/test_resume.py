@@ -21,6 +21,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import assert_same_tensors, convert_by_command
+from tests.pipeline.harness import assert_equal
 from tests.training.test_bad_input import fit, refused
 from tests.training.worker import Outcome, Run, launch, train
 
@@ -32,9 +33,8 @@ FORMATS = {"16-true": "int8", "bf16-true": "int8_remainder", "16-mixed": "bf16"}
 
 def assert_same(resumed: Outcome, straight: Outcome, *, first_loss: int) -> None:
     """Assert that losses from ``first_loss`` on, masters, counts, loss scale and rates are equal bit for bit."""
-    assert resumed.losses == straight.losses[first_loss:] and resumed.masters.keys() == straight.masters.keys()
-    for name, master in straight.masters.items():
-        assert torch.equal(resumed.masters[name], master), name
+    assert resumed.losses == straight.losses[first_loss:]
+    assert_equal(resumed.masters, straight.masters)
     for key in ("steps", "loss_scale", "lr"):
         assert resumed.extra[key] == straight.extra[key], key
 
@@ -164,11 +164,11 @@ def passed_on(root: Path, recipe: Recipe, options: dict[str, Any], numbers: tupl
     back, _, back_recorder = train(
         Run(out=str(root / "back"), recipe=recipe, options={**options, "zero": ON_STORAGE}, resume=str(saved[-1]))
     )
-    assert back.losses == straight.losses[SAVE_AT:]
-    for key in ("steps", "loss_scale", "lr"):
-        assert back_recorder.extra[key] == straight_recorder.extra[key], key
-    for name, master in straight_recorder.masters.items():
-        assert torch.equal(back_recorder.masters[name], master), name
+    ends = (
+        Outcome(of.losses, by.masters, by.extra, "")
+        for of, by in ((back, back_recorder), (straight, straight_recorder))
+    )
+    assert_same(*ends, first_loss=SAVE_AT)
     return first, saved[1]
 
 
@@ -210,13 +210,8 @@ def test_every_optimizer_survives_and_goes_on_as_from_a_universal_checkpoint(nam
         for path in (saved, convert_by_command(saved, tmp_path / "universal"))
     ]
     outcome, expected = launch(*on)
-    assert (
-        outcome.losses == expected.losses
-        and len(outcome.losses) == LONG["AdamW"].max_steps - SAVE_AT
-        and outcome.extra["steps"] == expected.extra["steps"]
-    )
-    for name, master in expected.masters.items():
-        assert torch.equal(outcome.masters[name], master), name
+    assert_same(outcome, expected, first_loss=0)
+    assert len(outcome.losses) == LONG["AdamW"].max_steps - SAVE_AT
 
 
 # ---- empty parameter groups, such as "no decay" where only adapters are trained; model_runs.py trains with them, too

@@ -24,6 +24,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.unnamed import unnamed_files
+from tests.pipeline.harness import assert_equal
 from tests.pipeline.wandering import Wandering
 from tests.training.actions import does
 from tests.training.test_overlap import BUCKET, CASES, NVME, SMALL_RING, assert_same, result
@@ -165,11 +166,8 @@ def test_same_bits(
         resumed = run_of(tmp_path / "then", name, **then, resume=str(tmp_path / "first" / "step-2.ckpt"))
         (losses, _, extra), masters = result(resumed)
         (expected_losses, _, expected), expected_masters = straight(name)
-        assert (
-            losses == expected_losses[2:]
-            and extra["steps"] == expected["steps"]
-            and all(torch.equal(masters[name], expected_masters[name]) for name in expected_masters)
-        )
+        assert (losses, extra["steps"]) == (expected_losses[2:], expected["steps"])
+        assert_equal(masters, expected_masters)
 
 
 def test_two_processes(tmp_path: Path) -> None:
@@ -204,9 +202,9 @@ def test_two_processes(tmp_path: Path) -> None:
     for name, outcome in outcomes.items():
         expected = outcomes["compressed" if name.startswith("compressed") else "straight"]
         first = 0 if runs[name].resume is None else 2 * recipe.accumulate
-        assert expected.extra["skipped"] == [2] and outcome.losses == expected.losses[first:], name
-        assert outcome.extra["steps"] == expected.extra["steps"] and outcome.masters.keys() == expected.masters.keys()
-        assert all(torch.equal(outcome.masters[key], expected.masters[key]) for key in expected.masters), name
+        assert expected.extra["skipped"] == [2]
+        assert (outcome.losses, outcome.extra["steps"]) == (expected.losses[first:], expected.extra["steps"]), name
+        assert_equal(outcome.masters, expected.masters)
     assert outcomes["compressed"].losses != outcomes["straight"].losses
 
 

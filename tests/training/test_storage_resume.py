@@ -97,8 +97,9 @@ def test_every_interruption(
     assert not (tmp_path / "broken" / "end-0.json").exists(), output[-2000:]
     killed = how.startswith("kill")
     told = output.count("start the script again with trainer.fit(..., ckpt_path='storage')")
-    # A rank that misses the other one tells it, too, unless it is stopped before.
-    assert told == (0 if killed else 1) or (last and told < 2)
+    # Rank 0 reports it if it ends by itself. When rank 1 has ended, rank 0 may be stopped before its report or error.
+    reports = "RankLostError: Rank 1" in output if last else not killed
+    assert told == reports or (told, last) == (1, 1), output[-4000:]
     assert_resumes(tmp_path / "broken", whole, **{**settings, "granule": 0})
     assert not (tmp_path / "broken" / "storage0").exists() or not list((tmp_path / "broken" / "storage0").iterdir())
 
@@ -167,7 +168,7 @@ USUAL = {("parameters on storage", "int8_remainder", "forward", 1)}
         if STATE_FORMATS[case[1]].on_cards or "cards" not in case[0]
     ],
 )
-def test_every_home_of_the_state(
+def test_a_killed_fit_resumes_wherever_the_state_is_stored(
     where: str, state_format: str, overlap: str, devices: int, tmp_path: Path, attack: Attack
 ) -> None:
     """Wherever state and parameters live, in whatever format, a killed fit goes on to the bits of one that was not."""

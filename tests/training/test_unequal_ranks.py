@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_smartinfinity import RankLostError
-from lightning_smartinfinity.integrations.trainer.shutdown import give_up_soon_after_sigterm
+from lightning_smartinfinity.integrations.trainer.shutdown import abandon_soon_after_sigterm
 from lightning_smartinfinity.native import ask_to_end, ending_seconds
 from lightning_smartinfinity.zero3.ranks import watchdog as watching
-from lightning_smartinfinity.zero3.ranks.locations import CERTAIN, Place, describe, find_divergence
+from lightning_smartinfinity.zero3.ranks.locations import CERTAIN, RankPosition, describe, find_divergence
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
@@ -79,9 +79,9 @@ def test_generated_texts_of_different_lengths(tmp_path: Path) -> None:
         assert f"rank {rank}: {plain.generate(rank)}" in done.stdout
 
 
-def place(doing: str, *, count: int = 7, seconds: float = 0.0, lawful: bool = False) -> Place:
+def place(doing: str, *, count: int = 7, seconds: float = 0.0, lawful: bool = False) -> RankPosition:
     """Return a place of a rank that has begun this many collectives."""
-    return Place(doing, lawful, {"0": count}, "gather" if doing == "waits" else "", "at a.py:1 (f)", seconds)
+    return RankPosition(doing, lawful, {"0": count}, "gather" if doing == "waits" else "", "at a.py:1 (f)", seconds)
 
 
 COLLECTIVE = 10 * CERTAIN
@@ -107,7 +107,7 @@ SHORT, LONGER = CERTAIN + 1, COLLECTIVE + 1
         pytest.param([place("works", seconds=LONGER), place("works", count=6, seconds=LONGER)], True, id="CUDA waits"),
     ],
 )
-def test_the_verdict(places: list[Place], diverged: bool) -> None:
+def test_the_verdict(places: list[RankPosition], diverged: bool) -> None:
     """It is given soon where it is certain, after the limit where a rank may still come, and else never."""
     assert find_divergence(dict(enumerate(places)), COLLECTIVE) is diverged
 
@@ -201,7 +201,7 @@ def test_sigterm_in_a_fit(is_ignored: bool) -> None:
     """
     heard: list[float | None] = []
     signal.signal(signal.SIGTERM, signal.SIG_IGN if is_ignored else lambda *_: heard.append(ending_seconds()))
-    give_up_soon_after_sigterm()
+    abandon_soon_after_sigterm()
     assert ending_seconds() is None
     signal.raise_signal(signal.SIGTERM)
     assert heard == ([] if is_ignored else [3.0]) and (ending_seconds() is None) == is_ignored

@@ -250,9 +250,11 @@ def test_batches_that_a_card_cannot_work(tmp_path: Path, emulated_cards: Emulate
             state.submit([Run(0, 3_000, 0, **half)], [step])
 
 
-def test_memory_on_the_card(emulated_cards: EmulatedCards) -> None:
+@pytest.mark.usefixtures("pyxrt")
+@pytest.mark.parametrize("binding", ["native", "pyxrt"])
+def test_memory_on_the_card(binding: str, emulated_cards: EmulatedCards) -> None:
     """A buffer keeps the card open, and is freed with its last user."""
-    setup = setup_of(1, emulated_cards.build.xclbin)
+    setup = setup_of(1, emulated_cards.build.xclbin, binding=binding)
     card = open_card(setup, setup.cards[0])
     group = card.group("adamw_update", 1)
     before = emulated_cards.counter("num_buffers")

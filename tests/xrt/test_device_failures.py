@@ -202,8 +202,7 @@ def test_a_card_that_takes_its_ssd_along(tmp_path: Path, emulated_cards: Emulate
         with pytest.raises(StorageError, match=r"state\.bin"):
             run.handler.commit()
         inject(run.device._host.pipeline)
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
+        run.roll_back_to(before)
         run.step(1)
 
 
@@ -364,12 +363,10 @@ def test_a_late_write_ends_the_step(
         for _ in range(2):
             with pytest.raises(DeviceError, match=r"card 0 has not returned from writing \d+ bytes at offset \d+"):
                 run.handler.commit()
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
+        run.roll_back_to(before)
         with pytest.raises(DeviceError, match=r"it may still overwrite.*step before is whole"):
             run.handler.begin_step(run.collect(1))
-        run.handler.roll_back()
-        assert_equal(run.state(), before)
+        run.roll_back_to(before)
         values = {index: run.handler.state.read_parameter(index) for index in range(len(CASE.shapes))}
         with pytest.raises(DeviceError, match="it may still overwrite"):
             run.handler.state.modify(values)

@@ -128,7 +128,7 @@ def test_real_cards_open_by_address() -> None:
 # ---- pyxrt, the system's or ours, has the names, overloads and enum values of XRT 2.13, and its traps
 
 
-NUMEL_ARGUMENT = 7  # of sgd_update, behind its pointers
+FIRST, HALF = 6, int(np.float32(0.5).view(np.int32))  # the probe kernel's first beat; a scale
 
 
 def test_signatures(pyxrt: ModuleType) -> None:
@@ -142,16 +142,26 @@ def test_signatures(pyxrt: ModuleType) -> None:
 def test_a_float_or_a_word_beyond_int_is_refused(pyxrt: ModuleType, emulated_cards: EmulatedCards) -> None:
     """Floats and words beyond a C int are refused; a word with its highest bit set has to be passed as negative.
 
-    A numpy float is taken, and truncated.
+    A numpy float is taken, and truncated: a run from beat 3.9 begins at beat 3.
     """
     device = pyxrt.device(0)
-    uuid = device.load_xclbin(str(emulated_cards.build.xclbin))
-    run = pyxrt.run(pyxrt.kernel(device, uuid, "sgd_update", pyxrt.kernel.shared))
+    uuid = device.load_xclbin(str(emulated_cards.build.probe_xclbin))
+    run = pyxrt.run(pyxrt.kernel(device, uuid, "probe:{probe_1}", pyxrt.kernel.shared))
     for value in (0.5, np.float64(0.5), 2**31, -(2**31) - 1):
         with pytest.raises(TypeError, match="incompatible function arguments"):
-            run.set_arg(NUMEL_ARGUMENT, value)
-    for value in (-(2**31), np.float32(3.9)):
-        run.set_arg(NUMEL_ARGUMENT, value)
+            run.set_arg(FIRST, value)
+    ones, sums = (pyxrt.bo(device, 4096, pyxrt.bo.normal, 0) for _ in range(2))
+    for buffer, number in ((ones, 1), (sums, 0)):
+        np.frombuffer(buffer.map(), np.float32)[:] = number
+        buffer.sync(pyxrt.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE, 4096, 0)
+    for index, value in enumerate([ones, ones, sums, sums, ones, -(2**31), np.float32(3.9), 8, 0, 0, 0, HALF]):
+        run.set_arg(index, value)
+    run.start()
+    assert run.wait(30_000) == pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED
+    sums.sync(pyxrt.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE, 4096, 0)
+    beats = np.array(sums.map()).view(np.float32).reshape(64, 16)[:, 0].tolist()
+    del run, buffer, ones, sums  # a failed test keeps its frame, and the cards are reset only without buffers
+    assert beats == 3 * [0] + 5 * [1] + 56 * [0]
 
 
 def test_a_map_does_not_keep_its_buffer(pyxrt: ModuleType, emulated_cards: EmulatedCards, tmp_path: Path) -> None:

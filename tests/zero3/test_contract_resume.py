@@ -27,7 +27,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import GenerationMixin
@@ -47,6 +47,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import assert_same_tensors, convert, convert_by_command, save_of_two, tensors
+from tests.training.actions import does
 from tests.zero3.test_contract import lacking, passed
 
 
@@ -250,23 +251,34 @@ def test_the_connector_looks_up_its_handler_of_sigterm_on_itself(tmp_path: Path)
 
 
 @pytest.mark.seam("`end_by` raises an error that names the lost rank instead of a collective's")
+@pytest.mark.seam(
+    "`SavesAfterError` keeps a rank that fails alone from saving",
+    "`Callback.on_exception` runs before it, while the error is handled and the status is `TrainerStatus.INTERRUPTED`. "
+    '`Trainer.save_checkpoint` ends with `Strategy.barrier("Trainer.save_checkpoint")`.',
+)
 def test_an_error_ends_in_teardown_after_on_exception(tmp_path: Path) -> None:
     """Strategy.on_exception may replace an error, before Trainer._teardown ends signals, loops and strategy."""
-    trainer = quiet_trainer(tmp_path, "auto")
-    torn = []
+    trainer, calls = quiet_trainer(tmp_path, "auto"), mock.Mock()
+
+    def save(*_: Any) -> None:
+        calls.callback(trainer.state.status, sys.exc_info()[1])
+        trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
     def on_exception(exception: BaseException) -> None:
         assert str(exception) == "theirs"
         trainer._teardown()
-        torn.append(True)
+        calls.torn()
         raise KeyError("ours") from exception
 
+    trainer.callbacks.append(does(on_exception=save))  # type: ignore[attr-defined]
     trainer.strategy.on_exception = on_exception  # type: ignore[method-assign]
-    module: Any = LitTiny(Recipe())
-    module.on_train_start = mock.Mock(side_effect=ValueError("theirs"))
+    trainer.strategy.barrier = calls.barrier  # type: ignore[method-assign]
+    error, module = ValueError("theirs"), LitTiny(Recipe())
+    module.on_train_start = mock.Mock(side_effect=error)  # type: ignore[method-assign]
     with pytest.raises(KeyError, match="ours"):
         trainer.fit(module)
-    assert torn == [True]
+    handled, saved = mock.call.callback(TrainerStatus.INTERRUPTED, error), mock.call.barrier("Trainer.save_checkpoint")
+    assert calls.mock_calls[-3:] == [handled, saved, mock.call.torn()]
 
 
 @pytest.mark.seam("all ranks end after the same batch")

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_smartinfinity.integrations.trainer.strategy import SmartInfinityStrategy
 from lightning_smartinfinity.settings import SmartSSDConfig, TransferConfig
-from lightning_smartinfinity.storage.jobs.jobs import find_job, remove_job
+from lightning_smartinfinity.storage.jobs.jobs import find_job
+from lightning_smartinfinity.storage.jobs.removal import remove_job
 
 __all__ = ["compare_trainings"]
 

@@ -21,9 +21,9 @@ from lightning_smartinfinity.settings.strategy import check_save_path
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
 
-__all__ = ["check_folders", "save_beside_training", "save_in_turn"]
+__all__ = ["check_folders", "save_after_errors_together", "save_beside_training", "save_in_turn"]
 
-_PATCHES = ("_save_checkpoint", "file_exists", "_link_checkpoint")
+_PATCHES = ("_save_checkpoint", "file_exists", "_link_checkpoint", "on_exception")
 
 
 def check_folders(trainer: pl.Trainer) -> None:
@@ -36,6 +36,19 @@ def check_folders(trainer: pl.Trainer) -> None:
         for callback in filter(_saves, model_checkpoints(trainer)):
             if callback.dirpath is not None:
                 check_save_path(callback.dirpath)
+
+
+def save_after_errors_together(trainer: pl.Trainer) -> None:
+    """Make the Trainer's ModelCheckpoints with ``save_on_exception`` save only where the strategy allows it."""
+    for callback in model_checkpoints(trainer):
+        callback.on_exception = partial(_save_after_error, callback)  # type: ignore[method-assign]
+
+
+def _save_after_error(
+    callback: ModelCheckpoint, trainer: Any, module: pl.LightningModule, error: BaseException
+) -> None:
+    if not callback.save_on_exception or trainer.strategy.may_save:
+        type(callback).on_exception(callback, trainer, module, error)
 
 
 def save_beside_training(
@@ -79,7 +92,7 @@ def save_beside_training(
 
 
 def save_in_turn(trainer: pl.Trainer) -> None:
-    """Undo :func:`save_beside_training`, since the callbacks may serve another Trainer next."""
+    """Undo what the two functions above have changed, since the callbacks may serve another Trainer next."""
     for callback in model_checkpoints(trainer):
         for name in _PATCHES:
             vars(callback).pop(name, None)

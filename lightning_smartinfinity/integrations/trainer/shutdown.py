@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+import warnings
 from types import FrameType
 from typing import Any
 
@@ -11,10 +13,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import RankLostError, StorageTimeoutError
 from lightning_smartinfinity.native import ask_to_end
+from lightning_smartinfinity.settings.user_calls import user_calls
+from lightning_smartinfinity.zero3.ranks.collectives import all_come, ending_group
 from lightning_smartinfinity.zero3.ranks.watchdog import (
     agree_to_end,
     hear_sigterm,
@@ -28,9 +34,10 @@ from lightning_smartinfinity.zero3.ranks.watchdog import (
 
 __all__ = [
     "EndsEvaluations",
+    "SavesAfterError",
     "end_by",
     "end_together_after_sigterm",
-    "give_up_soon_after_sigterm",
+    "abandon_soon_after_sigterm",
 ]
 
 
@@ -63,7 +70,7 @@ def end_together_after_sigterm(trainer: pl.Trainer) -> None:
     loop._broadcast_sigterm_tensor = end_if_asked  # type: ignore[method-assign]
 
 
-def give_up_soon_after_sigterm() -> None:
+def abandon_soon_after_sigterm() -> None:
     """Make SIGTERM end a wait for a disk that does not answer, and inform the other ranks at once.
 
     Lightning's own handler must be registered already; it then only records the signal.
@@ -119,7 +126,7 @@ class EndsEvaluations(Strategy):
     def _begin_evaluation(self) -> None:
         self.drain()
         if not _is_in_fit(self.lightning_module):  # a fit's handler is installed already
-            give_up_soon_after_sigterm()
+            abandon_soon_after_sigterm()
 
 
 def _begin_batch(module: pl.LightningModule | None) -> None:
@@ -139,6 +146,48 @@ def _begin_batch(module: pl.LightningModule | None) -> None:
 def _is_in_fit(module: pl.LightningModule | None) -> bool:
     assert module is not None
     return module.trainer.state.fn == TrainerFn.FITTING
+
+
+class SavesAfterError:
+    """Decides whether callbacks save a checkpoint after an error: only if all ranks have failed after the same step.
+
+    A rank that fails alone leaves the others in collectives, with which those of a save would be matched.
+    """
+
+    def __init__(self) -> None:
+        self._group: ProcessGroup | None = None
+        self._allowed: bool | None = None
+
+    def begin_run(self, trainer: pl.Trainer) -> None:
+        """Prepare for a run. Collective."""
+        self._allowed = self._group = None
+        if trainer.world_size > 1 and any(map(_may_save, vars(trainer)["callbacks"])):
+            self._group = ending_group()
+
+    def allowed(self, trainer: pl.Trainer) -> bool:
+        """Return whether callbacks may save after the error that is being handled; the first call is collective."""
+        if self._allowed is None:
+            self._allowed = trainer.world_size == 1 or self._all_failed(trainer, sys.exc_info()[1])
+            if not self._allowed:
+                warnings.warn(
+                    f"No checkpoint is saved on rank {trainer.global_rank} after the error, because all ranks save a "
+                    f"checkpoint together, and not all have failed after step {trainer.global_step}. To resume, pass "
+                    f"{user_calls().from_storage} or an earlier checkpoint.",
+                    stacklevel=4,
+                )
+        return self._allowed
+
+    def _all_failed(self, trainer: pl.Trainer, error: BaseException | None) -> bool:
+        if isinstance(error, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING:
+            return True  # they have agreed to end after the same batch
+        if error is None or self._group is None or isinstance(error, RankLostError):
+            return False
+        return lost_rank_behind(error) is None and all_come(trainer.global_step, self._group)
+
+
+def _may_save(callback: pl.Callback) -> bool:
+    """Return whether a callback may save a checkpoint after an error."""
+    return is_overridden("on_exception", callback, pl.Callback) and getattr(callback, "save_on_exception", True)
 
 
 def end_by(exception: BaseException, module: pl.LightningModule | None) -> None:

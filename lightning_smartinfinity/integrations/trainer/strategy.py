@@ -16,7 +16,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -50,6 +50,7 @@ from lightning_smartinfinity.integrations.trainer.fit_record import RESUMED_FROM
 from lightning_smartinfinity.integrations.trainer.loader_order import keep_order
 from lightning_smartinfinity.integrations.trainer.model_checkpoint import (
     check_folders,
+    save_after_errors_together,
     save_beside_training,
     save_in_turn,
 )
@@ -143,6 +144,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         self.config = self._engine_config
         take_options(self, options, known=LightningOptions, remedies=OF_TRAINER)
         self._fit_record = TrainerFitRecord()
+        self._saves_after_error = shutdown.SavesAfterError()
         self._end_search = admit_batch_size_search(self)
         self._checkpoint_index: CheckpointIndex | None = None
         self._may_bind = False
@@ -194,6 +196,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         self._prepare_environment(super().root_device, local_world_size=self.num_processes)
         if self.lightning_module is not None:
             adapt_callbacks(self.lightning_module.trainer)
+            save_after_errors_together(self.lightning_module.trainer)
             copy_around_training(self.lightning_module.trainer)
             is_single = self.num_nodes * self.num_processes == 1
             keep_order(self.lightning_module.trainer, self._fit_record.keeps_order, is_single=is_single)
@@ -215,6 +218,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
     def setup(self, trainer: pl.Trainer) -> None:
         self._choose_storage(trainer.default_root_dir)
         check_folders(trainer)
+        self._saves_after_error.begin_run(trainer)
         self._plan_fit()
         self._fit_record.begin_run(trainer, self._settings, settle=self._settle_earlier)
         if trainer.state.fn is TrainerFn.FITTING and self.model is not None:
@@ -246,7 +250,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        shutdown.give_up_soon_after_sigterm()
+        shutdown.abandon_soon_after_sigterm()
         assert self._training_engine is not None
         self._fit_record.begin_fit(self._trainer, self._training_engine, self._settings.transfer)
         if averages_weights(self._trainer):
@@ -309,8 +313,28 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         # discards.
         return {}
 
+    @property
+    def may_save(self) -> bool:
+        """Whether a checkpoint may be saved now: while callbacks handle an error, only if all ranks do.
+
+        Reading it is collective then, unless it was read since the error.
+        """
+        module = self.lightning_module
+        if module is None or module.trainer.state.status is not TrainerStatus.INTERRUPTED:
+            return True
+        if self._fit_record.was_interrupted:  # the callbacks have handled it
+            return True
+        return self._training_engine is not None and self._saves_after_error.allowed(module.trainer)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if args[:1] != ("Trainer.save_checkpoint",) or self.may_save:
+            super().barrier(*args, **kwargs)
+
     @override
     def save_checkpoint(self, checkpoint: ClientState, filepath: str | Path, storage_options: Any = None) -> None:
+        if not self.may_save:
+            return
         check_save_path(filepath)
         if storage_options is not None:
             raise UnsupportedError(

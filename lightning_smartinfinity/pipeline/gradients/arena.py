@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError
+from lightning_smartinfinity.pipeline.gradients.arriving_squares import ArrivingSquares, squares_of
 from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientMemory, GradientWindows
 from lightning_smartinfinity.pipeline.layout.batches import spans_of
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
@@ -65,50 +66,46 @@ class GradientArena:
         ]
         self._unpadded_numels = [each.numel if each.numel == each.real_numel else None for each in layout.parameters]
         self._squares = np.full(len(layout.parameters), _UNKNOWN)
+        self._arriving = None if self._copies is None else ArrivingSquares(layout, self.buffer)
+        self._is_last = True
 
     def arrive(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Add this rank's slice of a parameter's gradient. The first one in a window overwrites the memory instead.
-
-        Args:
-            parameter: Parameter index.
-            gradient: 1-D, on any device, any floating dtype, ``real_numel`` elements. Surplus elements are padding and
-                are ignored, missing ones count as zeros: an empty gradient makes the parameter active. Copies from
-                CUDA run on torch's current stream and may still be in flight on return (see :meth:`synchronize`).
-        """
-        numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
-        self._squares[parameter] = _UNKNOWN
-        if self.active[parameter]:
-            target = self._held(parameter, changes=True)
-            self._add(target[:numel], gradient.detach().reshape(-1)[:numel])
-            self._square(parameter)
-        else:
-            self.replace(parameter, gradient)
+        """Do the same as :meth:`arrive_all` for one parameter, without the core."""
+        self._arrive(parameter, gradient, adds=bool(self.active[parameter]))
 
     def replace(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Do the same as :meth:`arrive`, but overwrite what arrived before in this window."""
-        numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
-        gradient = gradient.detach().reshape(-1)[:numel]
-        target = self._held(parameter, changes=True)
-        target[numel:].zero_()
-        self._write(target[:numel], gradient)
-        self._squares[parameter] = _UNKNOWN
-        self._square(parameter)
-        self.active[parameter] = True
+        """Do the same as :meth:`arrive`, but overwrite what arrived before in this window.
+
+        Raises:
+            CudaError: An earlier copy of a gradient failed.
+        """
+        self.synchronize()  # copies in flight would overwrite the gradient
+        self._arrive(parameter, gradient, adds=False)
 
     @torch.no_grad()
     def arrive_all(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Call :meth:`arrive` for several parameters; gradients in host memory are handled in one pass of the core.
+        """Add this rank's slices of gradients. The first one of a parameter in a window overwrites the memory instead.
+
+        Plain gradients in host memory are handled in one pass of the core. Copies from CUDA run on torch's current
+        stream and may still be in flight on return (see :meth:`synchronize`).
 
         Args:
             parameters: Parameter indices, each once.
-            gradients: Gradient of each parameter.
+            gradients: Gradient of each parameter: 1-D, on any device, any floating dtype, ``real_numel`` elements.
+                Surplus elements are padding and are ignored, missing ones count as zeros: an empty gradient makes the
+                parameter active.
         """
         arriving: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+        copied = []
+        if self._arriving is not None:
+            self._arriving.forget(parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient.numel() == self._unpadded_numels[parameter] and _is_plain(gradient):
                 arriving.setdefault(gradient.dtype, []).append((parameter, gradient))
             else:
-                self.arrive(parameter, gradient)
+                self._copy(parameter, gradient, adds=bool(self.active[parameter]))
+                copied.append(parameter)
+        self._square_behind_copies(copied)
         for dtype, pairs in self._held_together(arriving):
             indices = [parameter for parameter, _ in pairs]
             adds = self.active[indices].tolist()
@@ -127,18 +124,19 @@ class GradientArena:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients of this window."""
-        self._squares[:] = _UNKNOWN
+        self._forget_squares()
         for gradients in self._active_gradients():
             gradients.mul_(factor)
 
     def clamp(self, limit: float) -> None:
         """Clamp the gradients of this window to ``[-limit, limit]``."""
-        self._squares[:] = _UNKNOWN
+        self._forget_squares()
         for gradients in self._active_gradients():
             gradients.clamp_(-limit, limit)
 
     def reset(self) -> None:
         """End the window: no parameter is active any more. The step in flight keeps its gradients."""
+        self._forget_squares()
         self.synchronize()
         self.active[:] = False
         self._memory.reset()
@@ -150,12 +148,15 @@ class GradientArena:
             self.reset()
             self._lost = True
 
-    def backward_begins(self, *, binds: bool) -> None:
+    def backward_begins(self, *, binds: bool, is_last: bool = True) -> None:
         """Record that a backward begins. If all earlier gradients were lost, it begins a new window.
 
         Args:
             binds: Whether the update releases gradients as it uses them, so that few need to be spilled.
+            is_last: Whether a step may follow it. If not, squares are summed as gradients arrive only where the core
+                sums them in the same pass: the next backward changes the gradients.
         """
+        self._is_last = is_last
         self._lost = self._lost and bool(self.active.any())
         self._memory.spills_ahead = not binds
 
@@ -167,13 +168,19 @@ class GradientArena:
     def sum_of_squares(self) -> float:
         """Return the sum of the squares of the active gradients, in double; it depends on their values only.
 
-        Most sums are computed when a gradient arrives. The result is not finite if and only if an element of an active
-        gradient is not finite.
+        Most sums are computed when a gradient arrives: see :class:`ArrivingSquares`. The result is not finite if and
+        only if an element of an active gradient is not finite.
+
+        Raises:
+            CudaError: A copy of a gradient failed.
         """
+        if self._arriving is not None:
+            for parameter, squares in self._arriving.take().items():
+                self._squares[parameter] = squares
         self.synchronize()
         for parameter in np.flatnonzero(self.active & (self._squares == _UNKNOWN)).tolist():
-            gradient = self._held(parameter, changes=False)
-            self._squares[parameter] = native.sum_of_squares(gradient.data_ptr(), gradient.numel(), self._dtype)
+            self._memory.hold([self._range_of(parameter)], changes=False)
+            self._squares[parameter] = squares_of(self._layout, self.buffer, parameter)
         return math.fsum(self._squares[self.active].tolist())
 
     def view(self, sub_group: int) -> torch.Tensor:
@@ -224,16 +231,44 @@ class GradientArena:
 
     def close(self) -> None:
         """Unregister and release the memory; idempotent. The memory lives as long as a tensor over it."""
+        if self._arriving is not None:
+            self._arriving.close()
         with suppress(CudaError):  # a device that has failed copies nothing any more
             self.synchronize()
         self._memory.close()
 
-    def _square(self, parameter: int) -> None:
-        """Sum the squares of an arrived gradient now if its memory may be spilled before the norm is needed."""
-        if self._memory.budget_bytes is not None:
-            begin, end = self._range_of(parameter)
-            values = self.buffer[begin:end]
-            self._squares[parameter] = native.sum_of_squares(values.data_ptr(), values.numel(), self._dtype)
+    @torch.no_grad()
+    def _arrive(self, parameter: int, gradient: torch.Tensor, *, adds: bool) -> None:
+        if self._arriving is not None:
+            self._arriving.forget([parameter])
+        self._copy(parameter, gradient, adds=adds)
+        self._square_behind_copies([parameter])
+
+    def _copy(self, parameter: int, gradient: torch.Tensor, *, adds: bool) -> None:
+        """Write a gradient into the memory, or add it there. Copies from CUDA are only started."""
+        self._squares[parameter] = _UNKNOWN
+        gradient = gradient.detach().reshape(-1)[: self._layout.parameters[parameter].real_numel]
+        target = self._held(parameter, changes=True)
+        copied, rest = target[: gradient.numel()], target[gradient.numel() :]
+        if adds:
+            self._add(copied, gradient)
+        else:
+            self._write(copied, gradient)
+            rest.zero_()
+            self.active[parameter] = True
+        if self._is_last and self._memory.budget_bytes is not None:
+            # The memory may be spilled, or given up, before the norm is needed.
+            self._squares[parameter] = squares_of(self._layout, self.buffer, parameter)
+
+    def _square_behind_copies(self, parameters: Sequence[int]) -> None:
+        if self._arriving is not None and self._copies is not None and self._is_last and parameters:
+            self._arriving.start(parameters, self._copies.point())
+
+    def _forget_squares(self) -> None:
+        """Discard all sums, because the gradients are about to change."""
+        self._squares[:] = _UNKNOWN
+        if self._arriving is not None:
+            self._arriving.forget()
 
     def _held(self, parameter: int, *, changes: bool) -> torch.Tensor:
         begin, end = self._range_of(parameter)

@@ -188,6 +188,12 @@ class GradientCopies:
         self._link.keep(gradient)
         self._record_event(stream)
 
+    def point(self) -> native.CudaEvent:
+        """Return the point after all copies started so far on the current stream."""
+        event = native.CudaEvent(self._link.device)
+        event.record(self._link.current_stream())
+        return event
+
     def wait(self) -> None:
         """Wait until all copies started so far have completed.
 

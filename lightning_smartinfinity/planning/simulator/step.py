@@ -14,7 +14,7 @@ from lightning_smartinfinity.planning.simulator.virtual_time import Event, Proce
 from lightning_smartinfinity.planning.simulator.workload import Workload
 from lightning_smartinfinity.settings.rules import check, instance
 
-__all__ = ["Overlap", "StepTime", "System", "Traffic", "simulate_step"]
+__all__ = ["Overlap", "SimulatedTraffic", "StepTime", "System", "simulate_step"]
 
 _NUM_LAYERS = 32
 _OURS = (System.CARDS, System.HOST)
@@ -29,7 +29,7 @@ class Overlap(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class SimulatedTraffic:
     """Bytes of one step over all devices.
 
     Args:
@@ -61,7 +61,7 @@ class StepTime:
     backward: float
     update: float
     step: float
-    traffic: Traffic
+    traffic: SimulatedTraffic
 
 
 def simulate_step(
@@ -183,10 +183,10 @@ def _backward(step: SimulatedStep, update: Update, stores_gradients: bool) -> Pr
         yield from [step.simulation.work(lane.store, nbytes) for lane in step.lanes]
 
 
-def _traffic(step: SimulatedStep, update: Update) -> Traffic:
+def _traffic(step: SimulatedStep, update: Update) -> SimulatedTraffic:
     """Scale the traffic of the simulated devices, whose share is rounded up to tasklets, to all devices."""
     scale = step.workload.numel / update.numel
-    return Traffic(
+    return SimulatedTraffic(
         shared_down=scale * sum(lane.down.done + lane.store.done for lane in step.lanes),
         shared_up=scale * sum(lane.up.done + lane.load.done for lane in step.lanes),
         internal_read=scale * sum(lane.read.done for lane in step.lanes),

@@ -14,44 +14,34 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageLockedError
+from lightning_smartinfinity.storage.folders.lock_content import checkpoint_in, checkpoint_note, packed, unpacked
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.io.deadlines import apart
 from lightning_smartinfinity.storage.io.files import write_all
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 
 __all__ = [
-    "KEPT",
     "LOCK_NAME",
-    "ARCHIVED",
-    "SUCCESSOR",
+    "MOST_BYTES",
     "FolderLock",
     "acquire",
-    "checkpoint_in",
     "is_locked",
     "open_or_create",
     "read_lock",
+    "read_notes",
     "reading",
     "remove_unlocked",
-    "successor_in",
     "try_lock",
 ]
 
 LOCK_NAME = "lock"
-KEPT = "keep"
-"""Note in the lock of a store that a later job must leave alone."""
-ARCHIVED = "aside"
-"""Note in the lock of an archived store, until a training resumes from it."""
-SUCCESSOR = "successor-"
-"""Prefix of a further note in such a lock: the job id of stores for another number of ranks, filled from that store."""
-
-_CHECKPOINT = "checkpoint-"  # prefix of a note: the step and the path of the newest checkpoint
+MOST_BYTES = 1 << 16
+"""Largest size of a lock; a longer file is not a lock of this package."""
 
 _GLANCE = 0.1  # seconds: far more than :func:`is_locked` takes
 _HIDDEN_GLANCE, _HIDDEN_SECONDS = 0.01, 1.0
-_MOST_BYTES = 1 << 16  # of a lock file; a longer file is not a lock of this package
 _log = logging.getLogger(__name__)
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
@@ -59,8 +49,8 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 class FolderLock:
     """An exclusive ``flock`` on ``<folder>/lock``.
 
-    The first line of the file is the holder's pid. The other lines are notes, which outlive the holder, such as the
-    names of the files that it made: a later process may delete these files.
+    The file holds the holder's pid and notes, which outlive the holder, such as the names of the files that it made: a
+    later process may delete these files.
 
     A power loss may leave a lock of zeros, which has no notes.
 
@@ -72,7 +62,7 @@ class FolderLock:
     Raises:
         StorageLockedError: Another process (or another store of this one) holds the lock.
         StorageCorruptError: The lock file is damaged, or not of this package.
-        StorageError: The lock file cannot be opened or locked.
+        StorageError: The lock file cannot be opened or locked, or is of a newer version of this package.
 
     Attributes:
         notes: The notes, those of earlier holders included.
@@ -97,8 +87,8 @@ class FolderLock:
 
     def note_checkpoint(self, path: str, *, step: int) -> None:
         """Note which checkpoint of the training is the newest one; raises as :meth:`note`."""
-        note = f"{_CHECKPOINT}{step}-{quote_from_bytes(os.fsencode(path))}"
-        self._write(lambda before: {each for each in before if not each.startswith(_CHECKPOINT)} | {note})
+        note = checkpoint_note(path, step=step)
+        self._write(lambda before: {each for each in before if checkpoint_in([each]) is None} | {note})
 
     def erase(self, *notes: str) -> None:
         """Erase these notes, or all notes if none are named; raises as :meth:`note`."""
@@ -170,13 +160,13 @@ def remove_unlocked(folder: Path) -> None:
     Raises:
         OSError: The folder is not empty, or cannot be removed.
     """
-    give_up = time.monotonic() + _HIDDEN_SECONDS
+    deadline = time.monotonic() + _HIDDEN_SECONDS
     while True:
         try:
             os.rmdir(folder)
             return
         except OSError as error:
-            is_late = time.monotonic() >= give_up
+            is_late = time.monotonic() >= deadline
             if error.errno != errno.ENOTEMPTY or is_late or not all(map(_is_hidden, os.listdir(folder))):
                 raise
         time.sleep(_HIDDEN_GLANCE)
@@ -191,31 +181,20 @@ def read_lock(folder: OpenFolder) -> tuple[int | None, frozenset[str]]:
 
     Raises:
         StorageCorruptError: The lock file is damaged, or not of this package.
-        StorageError: The lock is not a regular file, or not trusted.
+        StorageError: The lock is not a regular file, not trusted, or of a newer version of this package.
         OSError: It cannot be read.
     """
     if folder.status(LOCK_NAME) is None:
         return None, frozenset()
     with folder.reader(LOCK_NAME) as file:
-        return _parsed(folder.path / LOCK_NAME, file.read(_MOST_BYTES))
+        return unpacked(folder.path / LOCK_NAME, file.read(MOST_BYTES))
 
 
-def successor_in(notes: Iterable[str]) -> bytes | None:
-    """Return the job id in a note of :data:`SUCCESSOR`; None if there is none."""
-    for note in notes:
-        if note.startswith(SUCCESSOR):
-            with suppress(ValueError):
-                return bytes.fromhex(note.removeprefix(SUCCESSOR))
-    return None
-
-
-def checkpoint_in(notes: Iterable[str]) -> tuple[int, str] | None:
-    """Return the step and the path of the newest checkpoint that notes name; None if they name none."""
-    for note in notes:
-        step, _, path = note.removeprefix(_CHECKPOINT).partition("-")
-        if note.startswith(_CHECKPOINT) and step.isascii() and step.isdigit() and len(step) < 20:
-            return int(step), os.fsdecode(unquote_to_bytes(path))
-    return None
+def read_notes(folder: OpenFolder) -> frozenset[str]:
+    """Return the notes of a folder's lock, none if it is damaged; raises as :func:`read_lock` otherwise."""
+    with suppress(StorageCorruptError):
+        return read_lock(folder)[1]
+    return frozenset()
 
 
 def acquire(path: Path, *, mode: int, in_use: Callable[[int], StorageLockedError], parent: int | None = None) -> int:
@@ -270,11 +249,11 @@ def _acquire(folder: OpenFolder, leftover: Callable[[], bool]) -> tuple[int, fro
         descriptor = acquire(path, mode=0o600, in_use=partial(_locked_error, path), parent=folder.descriptor)
         try:
             folder.status(LOCK_NAME)
-            content = os.pread(descriptor, _MOST_BYTES, 0)
+            content = os.pread(descriptor, MOST_BYTES, 0)
             try:
-                pid, notes = _parsed(path, content)
+                pid, notes = unpacked(path, content)
             except StorageCorruptError:
-                if len(content) == _MOST_BYTES or not leftover():
+                if len(content) == MOST_BYTES or not leftover():
                     raise
                 _copy_to_archive(folder, content)
                 pid, notes = None, frozenset()
@@ -297,20 +276,9 @@ def _copy_to_archive(folder: OpenFolder, content: bytes) -> None:
 
 
 def _write(descriptor: int, notes: Iterable[str]) -> None:
-    content = "".join(f"{line}\n" for line in (os.getpid(), *sorted(notes))).encode()
+    content = packed(os.getpid(), notes)
     write_all(partial(os.pwrite, descriptor), memoryview(content))
     os.ftruncate(descriptor, len(content))
-
-
-def _parsed(path: Path, content: bytes) -> tuple[int | None, frozenset[str]]:
-    if not content.strip(b"\0"):
-        return None, frozenset()
-    first, *notes = content.decode(errors="replace").splitlines()
-    if not (first.isascii() and first.isdigit() and len(first) < 20):
-        raise StorageCorruptError(
-            f"{str(path)!r} is not a lock of this package.", "Remove it, or choose another TransferConfig(job=...)."
-        )
-    return int(first), frozenset(notes)
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
@@ -333,9 +301,11 @@ def _is_at(name: Path, parent: int | None, descriptor: int) -> bool:
 
 
 def _locked_error(path: Path, descriptor: int) -> StorageLockedError:
-    first = os.pread(descriptor, 32, 0).decode(errors="replace").splitlines()[:1]
+    pid: int | None = None
+    with suppress(OSError, StorageError):
+        pid, _ = unpacked(path, os.pread(descriptor, MOST_BYTES, 0))
     only_read = try_lock(descriptor, fcntl.LOCK_SH)
-    user = "a process that reads it" if only_read else f"process {''.join(first) or 'unknown'}"
+    user = "a process that reads it" if only_read else f"process {pid or 'unknown'}"
     return StorageLockedError(
         f"The storage folder {str(path.parent)!r} is in use by {user}.",
         "Wait for that job, or give this one its own TransferConfig(job=...) or storage folder.",

@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
-from lightning_smartinfinity.storage.folders.lock import (
-    ARCHIVED,
-    KEPT,
-    LOCK_NAME,
-    SUCCESSOR,
-    FolderLock,
-    reading,
-    remove_unlocked,
-)
+from lightning_smartinfinity.storage.folders.lock import LOCK_NAME, FolderLock, reading, remove_unlocked
+from lightning_smartinfinity.storage.folders.lock_content import ARCHIVED, KEPT, REMOVED, SUCCESSOR
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, manifest_content, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE, OpenFolder, Trust
 from lightning_smartinfinity.storage.folders.replacement import flush, flush_names
@@ -177,6 +170,8 @@ class RankFolder:
         with storage_errors("Removing the leftover of an earlier job in", self.path):
             owned = owned_names(self.inside, self._lock.notes, manifest)
             self._refuse_foreign(owned)
+            if owned:
+                self._lock.note(REMOVED)
             for name in OUR_NAMES:
                 if name in owned:
                     self.inside.remove(name)
@@ -194,11 +189,11 @@ class RankFolder:
         if successor is None:
             self._lock.note(ARCHIVED)
         else:
-            self._forget_archived()
+            self._forget_end()
             self._lock.note(ARCHIVED, f"{SUCCESSOR}{successor.hex()}")
 
-    def _forget_archived(self) -> None:
-        notes = [note for note in self._lock.notes if note == ARCHIVED or note.startswith(SUCCESSOR)]
+    def _forget_end(self) -> None:
+        notes = [note for note in self._lock.notes if note in (ARCHIVED, REMOVED) or note.startswith(SUCCESSOR)]
         if notes:
             self._lock.erase(*notes)
 
@@ -245,7 +240,7 @@ class RankFolder:
             StorageError: The lock cannot be written.
         """
         self._lock.note(*owned_names(self.inside, (), manifest))
-        self._forget_archived()
+        self._forget_end()
 
     def allocate(self, name: str, num_bytes: int) -> Path:
         """Create a file whose blocks are all reserved and read as zeros.
@@ -362,9 +357,11 @@ class RankFolder:
             StorageError: A file cannot be deleted.
         """
         with storage_errors("Removing", self.path):
+            owned = set[str]()
             if self.inside.status(MANIFEST_NAME) is not None:
                 with suppress(StorageCorruptError):  # a damaged manifest is deleted if the lock names it
-                    self._lock.note(*owned_names(self.inside, (), read_manifest(self.inside)))
+                    owned = owned_names(self.inside, (), read_manifest(self.inside))
+            self._lock.note(REMOVED, *owned)
             archived = filter(_ARCHIVED.fullmatch, self.inside.names())
             for name in (*(name for name in OUR_NAMES if name in self._lock.notes), *archived):
                 with suppress(IsADirectoryError):  # not made by this package
@@ -373,6 +370,7 @@ class RankFolder:
 
     def disown(self) -> None:
         """Delete training records and manifest, without which the other files are not a store. Never raises."""
+        self._note_removal()
         self._remove_quietly(name for name in _PROOFS if name in self._lock.notes)
 
     def close(self, *, remove: bool) -> None:
@@ -382,6 +380,7 @@ class RankFolder:
             remove: Whether to delete the store and, if they are then empty, the rank's and the job's folder.
         """
         if remove:
+            self._note_removal()
             self._remove_quietly([name for name in OUR_NAMES if name in self._lock.notes])
         self._lock.release(remove=remove)
         self.inside.close()
@@ -425,6 +424,10 @@ class RankFolder:
                 self._refuse_foreign(self._lock.notes)
         self._made_files.extend(names)
         self._lock.note(*names)
+
+    def _note_removal(self) -> None:
+        with suppress(StorageError):
+            self._lock.note(REMOVED)
 
     def _remove_quietly(self, names: Iterable[str]) -> None:
         for name in names:

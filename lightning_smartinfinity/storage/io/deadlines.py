@@ -91,7 +91,7 @@ class _Call(Generic[T]):
         self._lock = threading.Lock()
         self._result: list[T] = []
         self._error: BaseException | None = None
-        self._given_up = False
+        self._abandoned = False
         self.path = path
         self.began = time.monotonic()
         self.returned = threading.Event()
@@ -110,7 +110,7 @@ class _Call(Generic[T]):
             self._error = error
         with self._lock:
             self.returned.set()
-            late = self._given_up
+            late = self._abandoned
         if late:
             self.undo()
 
@@ -124,14 +124,14 @@ class _Call(Generic[T]):
 
     def require_wanted(self) -> None:
         """Raise if the call was given up, so that it does nothing more."""
-        if self._given_up:
+        if self._abandoned:
             raise StorageTimeoutError("The call was given up.", StorageTimeoutError.REMEDY)
 
-    def give_up(self) -> bool:
-        """Give the call up unless it has returned; return whether it was given up. A later result is undone."""
+    def abandon(self) -> bool:
+        """Abandon the call unless it has returned; return whether it was abandoned. A later result is undone."""
         with self._lock:
-            self._given_up = not self.returned.is_set()
-            return self._given_up
+            self._abandoned = not self.returned.is_set()
+            return self._abandoned
 
     def undo(self) -> None:
         """Undo what the function did, if it has returned."""
@@ -150,9 +150,9 @@ class _Call(Generic[T]):
             del error  # its traceback refers to this frame, and would keep the callers' objects alive
 
 
-_given_up: list[_Call[object]] = []
+_abandoned: list[_Call[object]] = []
 # Reentrant, because the garbage collector may close files in the thread that holds the lock.
-_given_up_lock = threading.RLock()
+_abandoned_lock = threading.RLock()
 _num_before_fork = 0  # of native calls
 _exit_handled = False
 
@@ -244,23 +244,23 @@ def in_time(
         except BaseException as error:  # a signal handler may raise anything
             native.ask_to_end()
             interrupt = interrupt or error
-    given_up = call.give_up()
-    if given_up:
-        with _given_up_lock:
-            _given_up.append(call)  # type: ignore[arg-type]
+    is_abandoned = call.abandon()
+    if is_abandoned:
+        with _abandoned_lock:
+            _abandoned.append(call)  # type: ignore[arg-type]
         native.note_given_up(limit.waited)
         atexit.unregister(_hasten)
         atexit.register(_hasten)  # runs before all handlers of now
         if _exit_handled:  # given up by a later exit handler, such as that of finalizers
             _exit_beside_unreturned()
     if interrupt is not None:
-        if not given_up:
+        if not is_abandoned:
             call.undo()
         try:
             raise interrupt
         finally:
             del interrupt  # as in result()
-    if given_up:
+    if is_abandoned:
         doing, path = call.now
         raise StorageTimeoutError(f"{doing} {str(path)!r} did not return {limit}.", StorageTimeoutError.REMEDY)
     return call.result()
@@ -275,7 +275,7 @@ def when_returned(function: Callable[[], object], *, since: float) -> None:
         function: The function. If it has to wait, its errors do not reach the caller.
         since: Time at which the resource was acquired, by ``time.monotonic()``. Calls that began earlier cannot use it.
     """
-    behind = [call.returned for call in _given_up if call.began >= since and not call.returned.is_set()]
+    behind = [call.returned for call in _abandoned if call.began >= since and not call.returned.is_set()]
     if not behind:
         function()
         return
@@ -308,7 +308,7 @@ def apart(function: Callable[[], object]) -> None:
 
 def _unreturned() -> list[str]:
     """Describe the calls that were given up and have not returned, and count those of the native core."""
-    calls = [f"{call.now[0]} {str(call.now[1])!r}" for call in list(_given_up) if not call.returned.is_set()]
+    calls = [f"{call.now[0]} {str(call.now[1])!r}" for call in list(_abandoned) if not call.returned.is_set()]
     requests = native.num_abandoned_calls() - _num_before_fork
     return calls + ([f"{requests} request{'s' * (requests > 1)} to drives or cards"] if requests > 0 else [])
 
@@ -331,7 +331,7 @@ def _exit_beside_unreturned() -> None:
 def _forget_parent() -> None:
     """Forget, in a forked process, the calls of the threads that it does not have."""
     global _num_before_fork
-    _given_up.clear()
+    _abandoned.clear()
     _num_before_fork = native.num_abandoned_calls()
 
 
@@ -385,9 +385,9 @@ class _Limit(Generic[T]):
 
 
 def _refuse_behind(path: Path) -> None:
-    with _given_up_lock:
-        _given_up[:] = [call for call in _given_up if not call.returned.is_set()]
-    if any(call.path.parent == path.parent and _mount_of(call.path) == _mount_of(path) for call in _given_up):
+    with _abandoned_lock:
+        _abandoned[:] = [call for call in _abandoned if not call.returned.is_set()]
+    if any(call.path.parent == path.parent and _mount_of(call.path) == _mount_of(path) for call in _abandoned):
         raise StorageTimeoutError(f"{str(path.parent)!r} has not answered an earlier call.", StorageTimeoutError.REMEDY)
 
 

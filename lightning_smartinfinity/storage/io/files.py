@@ -80,12 +80,12 @@ def unless_removed(make: Callable[[], T], *, seconds: float = REMEMBERED) -> T:
     Raises:
         FileNotFoundError: It is still gone after that time.
     """
-    give_up = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while True:
         try:
             return make()
         except FileNotFoundError:
-            if time.monotonic() >= give_up:
+            if time.monotonic() >= deadline:
                 raise
         time.sleep(_GLANCE)
 

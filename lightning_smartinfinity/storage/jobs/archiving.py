@@ -275,7 +275,7 @@ def _require_replaceable(training: Training, moved: Sequence[Training]) -> None:
         raise StorageError(
             f"{str(gone_on[0].path)!r} holds a training that was resumed there and interrupted again"
             f"{_after(training.step)}. It is not replaced by the one in the job {job.removesuffix(ARCHIVE)!r}, which "
-            "would be archived there.",
+            "would be archived there. If it was not resumed, its lock was damaged.",
             f"Resume it with {user_calls().from_storage} and transfer={{'job': {job!r}}}, or remove it, with "
             f"{_removal(training, job)}, or choose another TransferConfig(job=...).",
         )

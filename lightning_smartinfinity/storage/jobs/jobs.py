@@ -1,4 +1,4 @@
-"""Lists and removes the jobs whose state is in a storage folder."""
+"""Lists the jobs whose state is in a storage folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,15 +14,16 @@ from pathlib import Path
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.settings import JOB_NAME
 from lightning_smartinfinity.settings.user_calls import UserCalls
-from lightning_smartinfinity.storage.folders.lock import KEPT, LOCK_NAME, checkpoint_in, is_locked, read_lock
+from lightning_smartinfinity.storage.folders.lock import LOCK_NAME, MOST_BYTES, is_locked, read_lock
+from lightning_smartinfinity.storage.folders.lock_content import KEPT, checkpoint_in
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust, not_followed, refuse_foreign
-from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, RankFolder, open_rank_folder
-from lightning_smartinfinity.storage.io.files import bounded, limited
+from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, open_rank_folder
+from lightning_smartinfinity.storage.io.files import bounded
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
-from lightning_smartinfinity.storage.state.lost_parts import FoundPart, lost_parts, recorded_calls
-from lightning_smartinfinity.storage.state.parts import Point, points_of, require_files
+from lightning_smartinfinity.storage.state.lost_parts import FoundPart, changed_places, lost_parts, recorded_calls
+from lightning_smartinfinity.storage.state.parts import ResumePoint, points_of, require_files
 from lightning_smartinfinity.storage.state.recovery import records_of
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "find_jobs",
     "is_rank_folder",
     "records_apart",
-    "remove_job",
     "with_lost_parts",
 ]
 
@@ -66,6 +66,8 @@ class JobFolder:
         problem: Why the folder cannot be read, or None.
         damaged: Whether the problem is damage, and not a folder that is refused or belongs to another user.
         lost: Whether the problem is that the rank's state lacks the part in another storage folder.
+        doubt: A sentence about a damaged lock that keeps no training from resuming, or None.
+        places: A sentence about parts that have changed places, or None.
         part: What was found of the rank's state; None if there is none, or it is another user's.
     """
 
@@ -77,11 +79,13 @@ class JobFolder:
     written: float | None = None
     generation: int | None = None
     kept: bool = False
-    points: frozenset[Point] = frozenset()
+    points: frozenset[ResumePoint] = frozenset()
     world_size: int = 0
     problem: str | None = None
     damaged: bool = False
     lost: bool = False
+    doubt: str | None = None
+    places: str | None = None
     part: FoundPart | None = None
 
     @property
@@ -163,11 +167,12 @@ class Job:
 
     @property
     def problems(self) -> list[str]:
-        """Why some of its folders cannot be read."""
-        return [folder.problem for folder in self.folders if folder.problem is not None]
+        """Why some of its folders cannot be read, and what else a user must know of them."""
+        told = ((folder.problem, folder.doubt, folder.places) for folder in self.folders)
+        return [sentence for sentences in told for sentence in sentences if sentence]
 
 
-def common_points(jobs: Sequence[Job]) -> frozenset[Point] | None:
+def common_points(jobs: Sequence[Job]) -> frozenset[ResumePoint] | None:
     """Return the points that all ranks of a job have; None if a rank's are unknown, or it has none before a step.
 
     Args:
@@ -224,6 +229,8 @@ def with_lost_parts(
 ) -> list[Job]:
     """Return the jobs. The folder of a rank that lacks a part gets a problem that names the part.
 
+    If parts have changed places, all folders that hold them say so.
+
     Args:
         storage: A storage folder, for the error if the disk does not answer.
         jobs: The jobs in all storage folders that the user named.
@@ -237,10 +244,16 @@ def with_lost_parts(
         if part is not None:
             stores.setdefault(_store_of(part), {}).setdefault(part.manifest.device, part)
     errors = {store: _lost_parts(list(parts.values()), calls_of) for store, parts in stores.items()}
+    places = {store: changed_places(list(parts.values())) for store, parts in stores.items()}
 
     def told(folder: JobFolder) -> JobFolder:
-        error = None if folder.part is None or folder.problem else errors[_store_of(folder.part)]
-        return folder if error is None else replace(folder, problem=f"{error.problem} {error.remedy}", lost=True)
+        if folder.part is None or folder.problem:
+            return folder
+        store = _store_of(folder.part)
+        error = errors[store]
+        if error is not None:
+            return replace(folder, problem=f"{error.problem} {error.remedy}", lost=True)
+        return replace(folder, places=places[store])
 
     return [replace(job, folders=tuple(map(told, job.folders))) for job in jobs]
 
@@ -269,46 +282,6 @@ def absent_state(jobs: Sequence[Job]) -> str | None:
     named = ", ".join(map(str, absent)) + (", ..." if num_absent > _MOST_NAMED else "")
     where = ", ".join(str(job.storage / job.name) for job in jobs)
     return f"{where}: the state of {num_absent} of {world_size} ranks ({named}) is missing, or on another machine."
-
-
-def remove_job(job: Job, *, kept: bool) -> list[Path]:
-    """Delete a job that no process uses: all files of this package in the job's folders here.
-
-    Args:
-        job: The job.
-        kept: Whether to delete state that is to be kept, too.
-
-    Returns:
-        The folders that remain because they hold other files.
-
-    Raises:
-        StorageLockedError: A process uses the job. Nothing was deleted.
-        StorageError: The job is to be kept or belongs to another user, and nothing was deleted; or a file cannot be
-            deleted.
-        StorageTimeoutError: The disk does not answer.
-    """
-    if not job.listed:
-        if (job.storage / job.name).is_symlink():
-            raise not_followed((job.storage / job.name).absolute())
-        raise StorageError(job.problems[0], "Only the user who owns the folder, or root, can remove it.")
-    return limited("Removing", job.storage / job.name, _remove_job, job, kept=kept)
-
-
-def _remove_job(job: Job, *, kept: bool) -> list[Path]:
-    with ExitStack() as locked:
-        folders = []
-        for folder in job.folders:
-            folders.append(RankFolder(folder.path, create=False))
-            locked.callback(folders[-1].discard)
-        # Ask the locked folders again: the job may have run since it was listed.
-        if not kept and any(owned.is_kept() for owned in folders):
-            raise StorageError(
-                f"The optimizer state of the job {job.name!r} in {str(job.storage)!r} is to be kept.",
-                "To remove it all the same, pass --kept.",
-            )
-        for owned in folders:
-            owned.destroy()
-    return [folder.path for folder in job.folders if folder.path.exists()]
 
 
 def _folders_of(path: Path) -> Iterator[JobFolder]:
@@ -340,7 +313,7 @@ def _why_not_listed(path: Path, error: OSError) -> str:
 def _looked_at(path: Path, *, rank: int) -> JobFolder:
     try:
         with storage_errors("Reading", path), closing(open_rank_folder(path, trust=Trust.ANY)) as folder:
-            pid, notes = read_lock(folder)
+            pid, notes, damage = _lock_in(folder)
             files = [status for name in folder.names() if (status := _regular(folder, name)) is not None]
             seen = JobFolder(
                 path=path,
@@ -351,9 +324,25 @@ def _looked_at(path: Path, *, rank: int) -> JobFolder:
                 written=max((status.st_mtime for status in files), default=os.fstat(folder.descriptor).st_mtime),
                 kept=KEPT in notes,
             )
-            return _with_generation(seen, folder, notes)
+            seen = _with_generation(seen, folder, notes)
+            return seen if damage is None else _with_damaged_lock(seen, folder, damage)
     except StorageError as error:
         return _failed(JobFolder(path=path, rank=rank), error)
+
+
+def _lock_in(folder: OpenFolder) -> tuple[int | None, frozenset[str], StorageCorruptError | None]:
+    try:
+        return *read_lock(folder), None
+    except StorageCorruptError as error:
+        return None, frozenset(), error
+
+
+def _with_damaged_lock(seen: JobFolder, folder: OpenFolder, damage: StorageCorruptError) -> JobFolder:
+    status = folder.status(LOCK_NAME)
+    is_large = status is not None and status.st_size >= MOST_BYTES
+    if seen.part is None or seen.kept or is_large:  # no job may begin there
+        return seen if seen.problem is not None else _failed(seen, damage)
+    return replace(seen, doubt=f"{damage.problem} The next job there copies it, and begins it anew.")
 
 
 def _failed(seen: JobFolder, error: StorageError) -> JobFolder:

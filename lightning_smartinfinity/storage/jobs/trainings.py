@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from lightning_smartinfinity.storage.folders.open_folder import ARCHIVE
-from lightning_smartinfinity.storage.state.parts import Part, Point
+from lightning_smartinfinity.storage.state.parts import Part, ResumePoint
 
 __all__ = ["Condition", "Training", "jobs_beside", "movers_of", "trainings_in"]
 
@@ -43,7 +43,7 @@ class Training:
 
     parts: tuple[Part, ...]
     condition: Condition
-    point: Point | None
+    point: ResumePoint | None
     missing: tuple[int, int] | None
 
     def lost_storage(self, now: Sequence[Sequence[Path]] = ()) -> list[str]:

@@ -11,13 +11,22 @@ from typing import NamedTuple
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.settings.transfer import TransferConfig
 from lightning_smartinfinity.settings.user_calls import UserCalls, user_calls
-from lightning_smartinfinity.storage.folders.lock import checkpoint_in, read_lock
+from lightning_smartinfinity.storage.folders.lock import read_notes
+from lightning_smartinfinity.storage.folders.lock_content import checkpoint_in
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import Trust, refuse_foreign
 from lightning_smartinfinity.storage.folders.rank_folder import TRAINING_NAMES, open_rank_folder, rank_folder_path
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord, read_training_records
 
-__all__ = ["FoundPart", "lost_parts", "recorded_calls", "refuse_lost", "require_present", "right_folders"]
+__all__ = [
+    "FoundPart",
+    "changed_places",
+    "lost_parts",
+    "recorded_calls",
+    "refuse_lost",
+    "require_present",
+    "right_folders",
+]
 
 _DEFAULT_JOB = TransferConfig().job
 
@@ -75,6 +84,22 @@ def right_folders(parts: Sequence[FoundPart]) -> str:
     found = _found_everywhere(parts)
     folders = [str(found.get(device, storage)) for device, storage in enumerate(parts[0].manifest.folders)]
     return f"storage={folders!r}"
+
+
+def changed_places(parts: Sequence[FoundPart]) -> str | None:
+    """Return a sentence if parts of a rank's state are in each other's storage folders, else None.
+
+    Args:
+        parts: As for :func:`lost_parts`.
+    """
+    folders = parts[0].manifest.folders
+    found = {device: os.path.abspath(storage) for device, storage in _found_everywhere(parts).items()}
+    if all(storage == folders[device] or storage not in folders for device, storage in found.items()):
+        return None
+    return (
+        f"The parts of the optimizer state of the job {parts[0].job!r} have changed places since they were written, as "
+        f"if drives had exchanged their mounts. To resume, name the folders in this order: {right_folders(parts)}."
+    )
 
 
 def _found_everywhere(parts: Sequence[FoundPart]) -> dict[int, Path]:
@@ -165,8 +190,7 @@ def _found_in(folders: Sequence[Path], job: str, rank: int) -> Iterable[FoundPar
             suppress(OSError, StorageError),  # opening the folder raises the reason
             closing(open_rank_folder(rank_folder_path(storage, job=job, rank=rank))) as folder,
         ):
-            _, notes = read_lock(folder)
-            yield FoundPart(storage, job, read_manifest(folder), checkpoint_in(notes))
+            yield FoundPart(storage, job, read_manifest(folder), checkpoint_in(read_notes(folder)))
 
 
 def require_present(path: Path, *, among: Collection[Path]) -> None:

@@ -13,12 +13,14 @@ from typing import NamedTuple
 from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.settings.user_calls import user_calls
-from lightning_smartinfinity.storage.folders.lock import ARCHIVED, KEPT, is_locked, read_lock, successor_in
+from lightning_smartinfinity.storage.folders.lock import is_locked, read_notes
+from lightning_smartinfinity.storage.folders.lock_content import ARCHIVED, KEPT, REMOVED, successor_in
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from lightning_smartinfinity.storage.folders.rank_folder import (
     COMMIT_NAME,
     STATE_NAME,
+    TRAINING_NAMES,
     open_rank_folder,
     owned_names,
     rank_folder_path,
@@ -32,12 +34,12 @@ from lightning_smartinfinity.storage.state.recovery import (
     written_records,
 )
 
-__all__ = ["Part", "Point", "find_parts", "first_manifest", "look_at", "points_of", "require_files"]
+__all__ = ["Part", "ResumePoint", "find_parts", "first_manifest", "look_at", "points_of", "require_files"]
 
 _OF_RANK = re.compile(r"rank-[0-9]{5,}")
 
 
-class Point(NamedTuple):
+class ResumePoint(NamedTuple):
     """A point at which a training can be resumed, if all of its ranks have it: fields of a ``TrainingRecord``."""
 
     number: int
@@ -79,7 +81,7 @@ class Part:
     kept: bool = False
     is_archived: bool = False
     successor: bytes | None = None
-    points: frozenset[Point] = frozenset()
+    points: frozenset[ResumePoint] = frozenset()
     is_damaged: bool = False
     num_bytes: int = field(default=0, compare=False)  # blocks may be allocated late
     in_use: bool = field(default=False, compare=False)
@@ -162,10 +164,8 @@ def first_manifest(storage: Path, *, job: str, rank: int) -> Manifest | None:
 
 def look_at(folder: OpenFolder) -> Part:
     """Return the part in a rank's folder. Raises as :func:`find_parts`."""
-    notes: frozenset[str] = frozenset()
+    notes = read_notes(folder)
     manifest: Manifest | None = None
-    with suppress(StorageCorruptError):
-        _, notes = read_lock(folder)
     try:
         manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
         is_damaged = _lost_file(folder) is not None or (manifest is not None and _has_damaged_records(folder, manifest))
@@ -202,7 +202,7 @@ def look_at(folder: OpenFolder) -> Part:
     )
 
 
-def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[Point]:
+def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[ResumePoint]:
     """Return the points in a rank's first folder whose generation is committed. Neither extents nor residuals are read.
 
     Raises:
@@ -211,38 +211,52 @@ def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[Point]:
     if folder.status(COMMIT_NAME) is None:  # killed while the store was being removed
         return frozenset()
     records = committed_records(folder, manifest)
-    return frozenset(Point(record.number, record.generation, record.run, record.step) for record in records)
+    return frozenset(ResumePoint(record.number, record.generation, record.run, record.step) for record in records)
 
 
 def _lost_file(folder: OpenFolder) -> str | None:
-    """Return the name of the manifest or commit record if it is missing beside training records of steps, else None.
+    """Return a sentence about the manifest, the commit record or the training records if they were lost, else None.
 
-    Whatever removes a store deletes its training records first, so that such a file was lost.
+    Whatever removes a store notes that in the lock, and deletes the training records first. So a manifest or commit
+    record that is missing beside training records of steps was lost, and so were training records that were made and
+    whose removal is not noted.
 
     Raises:
         StorageError: As for :func:`find_parts`.
     """
     missing = [name for name in (MANIFEST_NAME, COMMIT_NAME) if folder.status(name) is None]
-    if not missing or folder.status(STATE_NAME) is None:  # without state, the file is of no use
+    if folder.status(STATE_NAME) is None:  # without state, the file is of no use
         return None
+    if not missing:
+        return _lost_records(folder)
     records = read_training_records(folder, identity=None)
     may_have_steps = any(record.has_steps for record in records) or damaged_training_records(folder, identity=None)
-    return missing[0] if may_have_steps else None
+    beside = f"{str(folder.path / missing[0])!r} is missing, although there are training records of steps beside it."
+    return beside if may_have_steps else None
+
+
+def _lost_records(folder: OpenFolder) -> str | None:
+    notes = read_notes(folder)
+    made, removed = not notes.isdisjoint(TRAINING_NAMES), REMOVED in notes
+    if not made or removed or any(folder.status(name) is not None for name in TRAINING_NAMES):
+        return None
+    intact, problem = records_of(folder, read_manifest(folder))
+    paths = " and ".join(repr(str(folder.path / name)) for name in TRAINING_NAMES)
+    has_steps = problem is not None or any(record.generation > 0 for record in intact)
+    return f"{paths} are missing, although the training has taken steps." if has_steps else None
 
 
 def require_files(folder: OpenFolder) -> None:
-    """Check that no manifest or commit record is missing beside training records of steps.
+    """Check that no manifest, commit record or training records were lost.
 
     Raises:
-        StorageCorruptError: One is missing.
+        StorageCorruptError: They were.
         StorageError: As for :func:`find_parts`.
     """
-    name = _lost_file(folder)
-    if name is not None:
-        raise StorageCorruptError(
-            f"{str(folder.path / name)!r} is missing, although there are training records of steps beside it.",
-            f"If there is a copy of that file, put it back. If not: {user_calls().begin_anew}",
-        )
+    problem = _lost_file(folder)
+    if problem is not None:
+        remedy = f"If there is a copy of that file, put it back. If not: {user_calls().begin_anew}"
+        raise StorageCorruptError(problem, remedy)
 
 
 def _has_damaged_records(folder: OpenFolder, manifest: Manifest) -> bool:

@@ -103,7 +103,8 @@ def common_manifest(folders: Sequence[OpenFolder], *, rank: int) -> Manifest:
     """Return the first manifest of a rank's folders; the others must agree with it and with the folders' order.
 
     Raises:
-        StorageCorruptError: The folders belong to different stores, are in another order, or some are missing.
+        StorageError: The folders belong to different stores, hold copies, are in another order, or some are missing.
+        StorageCorruptError: A manifest is damaged.
     """
     manifests = [read_manifest(folder) for folder in folders]
     first = manifests[0]
@@ -114,12 +115,16 @@ def common_manifest(folders: Sequence[OpenFolder], *, rank: int) -> Manifest:
     ]
     for device, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
         if (manifest.job, manifest.rank, manifest.device) != (first.job, rank, device):
-            raise StorageCorruptError(
-                f"{str(folder.path)!r} belongs to another store, or the storage folders are in another order.",
+            same = [part.storage for part in parts if part.manifest.device == manifest.device]
+            what = "belongs to another store, or the storage folders are in another order"
+            if manifest.job == first.job and len(same) > 1:
+                what = f"is the same part of the state as the one in {str(same[0])!r}: one of them is a copy"
+            raise StorageError(
+                f"{str(folder.path)!r} {what}.",
                 f"Name the storage folders of the state, in the order of its parts: {right_folders(parts)}.",
             )
     if first.extents.num_devices != len(folders):
-        raise StorageCorruptError(
+        raise StorageError(
             f"The optimizer state in {str(folders[0].path)!r} is in {first.extents.num_devices} storage folders;"
             f" {len(folders)} named.",
             f"Name those that have it, in this order: {right_folders(parts)}.",

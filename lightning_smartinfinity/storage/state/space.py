@@ -6,15 +6,16 @@ import os
 import platform
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_smartinfinity.common.machine import machine_identity
-from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
+from lightning_smartinfinity.errors import StorageError, StorageFullError
 from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.storage.extents import ExtentMap
-from lightning_smartinfinity.storage.folders.lock import KEPT, is_locked, read_lock
+from lightning_smartinfinity.storage.folders.lock import is_locked, read_notes
+from lightning_smartinfinity.storage.folders.lock_content import KEPT
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, read_manifest
 from lightning_smartinfinity.storage.folders.rank_folder import (
     open_rank_folder,
@@ -276,9 +277,7 @@ def leftover_bytes(path: Path) -> int:
     """Return the bytes allocated by the leftover in a rank's folder that the creation of a new store deletes."""
     try:
         with closing(open_rank_folder(path)) as folder:
-            notes: frozenset[str] = frozenset()
-            with suppress(StorageCorruptError):  # then the manifest shows whether it is a leftover
-                _, notes = read_lock(folder)
+            notes = read_notes(folder)  # if it is damaged, the manifest shows whether the rest is a leftover
             manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
             if is_locked(folder) or KEPT in notes or (manifest is not None and manifest.keep):
                 return 0

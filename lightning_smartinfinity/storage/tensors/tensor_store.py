@@ -114,7 +114,7 @@ class TensorStore:
         self._calls = LimitedCalls(self._files.files, seconds=io_timeout)
         # The memory of transfers that may be in progress, by ticket; it must stay alive until they have ended.
         self._unfinished: dict[int, Memory] = {}
-        self._given_up: set[int] = set()  # tickets whose memory the kernel may still use
+        self._abandoned: set[int] = set()  # tickets whose memory the kernel may still use
 
     @property
     def path(self) -> str:
@@ -198,8 +198,8 @@ class TensorStore:
         """
         failure = self.core.wait(ticket)
         if failure is not None and failure.kind == "timeout":
-            self._given_up.add(ticket)
-        if ticket not in self._given_up:
+            self._abandoned.add(ticket)
+        if ticket not in self._abandoned:
             self._release(ticket)
         if failure is not None:
             raise failure_error(failure, what=self._what)

@@ -60,6 +60,11 @@ class OverlapChoice:
         if obstacle is not None:
             self._rule_backward_out(obstacle)
 
+    @property
+    def is_announced(self) -> bool:
+        """Whether a caller has ever announced that a step follows a backward."""
+        return bool(self._told)
+
     def backward_begins(self, *, step_follows: bool) -> bool:
         """Record that a backward begins, and return whether the update of a step may begin within it.
 

@@ -248,11 +248,8 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.rank_state.complete_record()  # on all ranks, before they enter the sum over gradients
         # The scale that backward used; below, the loss scaler may change it for the next window.
         loss_scale = float(self.loss_scale)
-        arena = self.rank_state.arena
-        self.used_gradients.add_zeros_to(arena)
-        squares = math.nan if refused is not None else arena.sum_of_squares()
-        refused = refused or self.storage_step.failure_of_gradients()  # the sum may have read gradients from storage
-        norm = self.storage_step.norm(math.nan if refused is not None else squares)
+        squares, refused = self.storage_step.squares(refused)
+        norm = self.storage_step.norm(squares)
         if not math.isfinite(norm):
             self.speculation.discard()
             raise_together(refused, self.dp_process_group)
@@ -339,7 +336,8 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.update.begin_speculatively(plan, binds=may_bind and plan.window is not None)
         else:
             self.speculation.discard()
-        self.rank_state.arena.backward_begins(binds=self.speculation.binds)
+        is_last = follows or not self.overlap.is_announced
+        self.rank_state.arena.backward_begins(binds=self.speculation.binds, is_last=is_last)
 
     def backward_epilogue(self) -> None:
         """Call the base class, which releases leftover parameters; begin the tasklets that this makes ready."""

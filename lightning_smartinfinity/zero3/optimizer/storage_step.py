@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
-from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.errors import CudaError, SmartInfinityError
 from lightning_smartinfinity.pipeline.parameters.cuda import link_to
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.zero3.optimizer.gradient_path import UsedGradients
@@ -85,6 +85,22 @@ class StorageStep:
         if used is not None:
             return gradients_given_up(f"parameter {self._optimizer.param_names[used]!r} was used or changed")
         return gradients_given_up("parameters or state were read or changed, or the step before failed,")
+
+    def squares(self, refused: SmartInfinityError | None) -> tuple[float, SmartInfinityError | None]:
+        """Return this rank's sum of squares, and why the rank does not take the step. Other ranks do not know of it.
+
+        Args:
+            refused: Result of :meth:`refusal`. If it is an error, or the sum fails, the sum is NaN.
+        """
+        arena, squares = self._rank_state.arena, math.nan
+        try:
+            self._used_gradients.add_zeros_to(arena)
+            if refused is None:
+                squares = arena.sum_of_squares()
+        except CudaError as error:
+            refused = refused or error
+        refused = refused or self.failure_of_gradients()  # the sum may have read gradients from storage
+        return (squares if refused is None else math.nan), refused
 
     def norm(self, squares: float) -> float:
         """Return the norm of the scaled gradients of all ranks; NaN if that of any rank is not finite. Collective.

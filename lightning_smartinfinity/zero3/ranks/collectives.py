@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.common.progress import Advance, showing_progress
-from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
+from lightning_smartinfinity.errors import RankLostError, SmartInfinityError, UnsupportedError
 
 __all__ = [
     "agree_to_gather",
+    "all_come",
     "background_group",
     "broadcast_buffers",
+    "ending_group",
     "failing_together",
     "gather",
     "has_ended",
@@ -64,6 +66,7 @@ def broadcast_buffers(module: torch.nn.Module, group: ProcessGroup | None, *, de
 
 
 _BACKGROUND_LIMIT = timedelta(days=7)  # long, because the watch detects lost ranks
+_ENDING_LIMIT = timedelta(seconds=5)  # ranks that fail together do so within much less
 _groups: dict[str, tuple[weakref.ref[ProcessGroup], ProcessGroup]] = {}
 
 
@@ -78,6 +81,26 @@ def background_group() -> ProcessGroup:
 def reading_group() -> ProcessGroup:
     """Return the group of all ranks for :func:`agree_to_gather`; collective on the first call."""
     return _group_for("reads", timeout=None)
+
+
+def ending_group() -> ProcessGroup:
+    """Return the group of all ranks for :func:`all_come`; collective on the first call."""
+    return _group_for("ending", timeout=_ENDING_LIMIT)
+
+
+def all_come(number: int, group: ProcessGroup) -> bool:
+    """Return whether all ranks call this within some seconds, with the same number.
+
+    Args:
+        number: The number.
+        group: The result of :func:`ending_group`. After False it cannot be used again.
+    """
+    met = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+    try:
+        dist.all_gather_into_tensor(met, torch.tensor([number]), group=group)
+    except (RuntimeError, RankLostError):
+        return False
+    return bool((met == number).all())
 
 
 def _group_for(purpose: str, *, timeout: timedelta | None) -> ProcessGroup:

@@ -30,7 +30,7 @@ from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.state.space import nearest_existing
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 
-__all__ = ["Place", "device_of", "first_seen", "places_of", "network_warning"]
+__all__ = ["FolderLocation", "device_of", "first_seen", "places_of", "network_warning"]
 
 _GLANCE = 0.1
 _MADE = re.compile(r"\.smart-infinity-[0-9a-f]{32}")
@@ -39,7 +39,7 @@ _OF_NETWORKS = {"9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", 
 _OF_NETWORKS |= {f"fuse.{name}" for name in ("cephfs", "gcsfuse", "glusterfs", "juicefs", "rclone", "s3fs", "sshfs")}
 
 
-class Place(NamedTuple):
+class FolderLocation(NamedTuple):
     """The place of a folder of this rank, which may be shared with other ranks.
 
     Args:
@@ -75,7 +75,9 @@ class _Spot(NamedTuple):
         return self.machine, self.device, self.inode
 
 
-def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_device: bool = False) -> list[Place]:
+def places_of(
+    folders: Sequence[Path], group: ProcessGroup | None = None, *, by_device: bool = False
+) -> list[FolderLocation]:
     """Return the places of folders, which need not exist yet. Collective.
 
     Two folders are in one place if one rank sees a file that the other has written to its folder, in its own folder or
@@ -111,7 +113,7 @@ def places_of(folders: Sequence[Path], group: ProcessGroup | None = None, *, by_
         there = [(rank, other) for rank, other in spots if numbers[other.key] == number]
         first_here = next(rank for rank, other in there if other.machine == spot.machine)
         places.append(
-            Place(
+            FolderLocation(
                 number=number,
                 leader=there[0][0],
                 is_first_here=first_here == dist.get_rank(group),
@@ -158,12 +160,12 @@ def first_seen(paths: Iterable[Path], *, shared: bool) -> Path | None:
             does not exist, so this waits up to :data:`~lightning_smartinfinity.storage.io.files.REMEMBERED` seconds.
     """
     paths = list(paths)
-    give_up = time.monotonic() + (REMEMBERED if shared else 0)
+    deadline = time.monotonic() + (REMEMBERED if shared else 0)
     while True:
         for path in paths:
             if _exists(path):
                 return path
-        if time.monotonic() >= give_up:
+        if time.monotonic() >= deadline:
             return None
         time.sleep(_GLANCE)
 

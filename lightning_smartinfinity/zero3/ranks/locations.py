@@ -29,8 +29,8 @@ from lightning_smartinfinity.native import RankWatch
 
 __all__ = [
     "CERTAIN",
-    "Place",
     "PlaceWatch",
+    "RankPosition",
     "cut_connections",
     "describe",
     "find_divergence",
@@ -63,7 +63,7 @@ _OWN = str(Path(__file__).parents[2]) + os.sep  # the package
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPosition:
     """Where a rank has been since it began its last collective.
 
     Attributes:
@@ -71,7 +71,7 @@ class Place:
         lawful: Whether the others may wait for this rank for any time, such as during a save.
         counts: Number of collectives begun so far, by name of each group of all ranks.
         what: The kind of collective that it waits for.
-        where: Description of the place.
+        where: Description of the position.
         seconds: Seconds that it has been there.
     """
 
@@ -82,19 +82,19 @@ class Place:
     where: str
     seconds: float
 
-    def is_ahead_of(self, other: Place) -> bool:
+    def is_ahead_of(self, other: RankPosition) -> bool:
         """Return whether this rank has begun a collective that the other rank has not."""
         return any(count > other.counts.get(group, count) for group, count in self.counts.items())
 
 
-def find_divergence(places: dict[int, Place], limit: float) -> bool:
+def find_divergence(places: dict[int, RankPosition], limit: float) -> bool:
     """Return whether ranks wait for each other and cannot meet any more.
 
     This is certain if every rank waits for a collective or has ended its training, and they do not all wait for the
     same collective. A working rank may still join, unless it has taken longer than the limit.
 
     Args:
-        places: The places of all ranks.
+        places: The positions of all ranks.
         limit: Seconds that a rank may take to join the others.
     """
     found = list(places.values())
@@ -109,7 +109,7 @@ def find_divergence(places: dict[int, Place], limit: float) -> bool:
     return not all(stuck) and age >= limit and not any(place.lawful for place in found)
 
 
-def describe(places: dict[int, Place], hosts: list[str], limit: float) -> str:
+def describe(places: dict[int, RankPosition], hosts: list[str], limit: float) -> str:
     """Return text with one sentence for each place and the ranks there."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
     for rank, place in sorted(places.items()):
@@ -177,12 +177,12 @@ class PlaceWatch(threading.Thread):
         elif not any((report.lost, report.failed, report.left, report.asked)):
             self._judge()
 
-    def _place(self) -> Place:
+    def _place(self) -> RankPosition:
         work = _awaited.work
         what = "" if work is None else _kind_of(work)
         doing = "ended" if self.ended else "works" if work is None else "waits"
         where, lawful = ("", False) if self.ended else where_is(_awaited.thread)
-        return Place(doing, lawful, _counts(), what, where, seconds=0.0)
+        return RankPosition(doing, lawful, _counts(), what, where, seconds=0.0)
 
     def _judge(self) -> None:
         told = self._native.places()
@@ -191,7 +191,7 @@ class PlaceWatch(threading.Thread):
         places = {}
         for rank, place in told.items():
             values = json.loads(place.where)
-            places[rank] = Place(**values | {"seconds": values["seconds"] + place.seconds})
+            places[rank] = RankPosition(**values | {"seconds": values["seconds"] + place.seconds})
         if find_divergence(places, self._limit):
             self._native.tell_divergence(describe(places, self._hosts, self._limit))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.planning.choice import make_plan
-from lightning_smartinfinity.planning.needs import ENGINE_BYTES, PROCESS_BYTES, Place, held_by_update
+from lightning_smartinfinity.planning.needs import ENGINE_BYTES, PROCESS_BYTES, MemoryKind, held_by_update
 from lightning_smartinfinity.planning.pace import assumed_rates
 from lightning_smartinfinity.planning.survey.models import find_source, survey_model
 from lightning_smartinfinity.planning.survey.resources import survey_resources
@@ -72,7 +72,7 @@ def test_imports(both: tuple[Any, ...]) -> None:
 def test_peak_memory(both: tuple[Any, ...], phase: str) -> None:
     """The highest resident memory of each phase is met more closely than any owner of the model is large."""
     training, _, plan, run = both
-    (need,) = [each for each in plan.needs if each.place is Place.HOST and each.phase == phase]
+    (need,) = [each for each in plan.needs if each.place is MemoryKind.HOST and each.phase == phase]
     # Between steps gradients with a budget take no memory. The plan counts them, as training may go on beside a save.
     gone = training.gradient_budget or 0 if phase == "saving" else 0
     assert run[phase] - MISSING < need.total < run[phase] + SPARE + gone
@@ -81,7 +81,7 @@ def test_peak_memory(both: tuple[Any, ...], phase: str) -> None:
 def test_bytes_on_disk(both: tuple[Any, ...]) -> None:
     """State and parameters on storage are met to the byte, the checkpoint within 64 KiB."""
     _, _, plan, run = both
-    (need,) = [each for each in plan.needs if each.place is Place.DISK]
+    (need,) = [each for each in plan.needs if each.place is MemoryKind.DISK]
     assert (need.owners["optimizer state"], need.owners.get("parameters", 0)) == (run["state"], run["parameters"])
     assert need.owners["checkpoint being saved"] == pytest.approx(run["checkpoint"], abs=64 * 1024)
 
@@ -96,5 +96,5 @@ def test_host_memory_by_owner(both: tuple[Any, ...]) -> None:
     held = dict(run["host_bytes"])
     buffers = held.pop("parameter_buffers", 0)
     assert held_by_update(model, training) == held
-    (need,) = [each for each in plan.needs if each.place is Place.HOST and each.phase == "training"]
+    (need,) = [each for each in plan.needs if each.place is MemoryKind.HOST and each.phase == "training"]
     assert buffers <= need.owners.get("parameter buffers", 0)

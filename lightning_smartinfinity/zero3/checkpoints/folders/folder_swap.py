@@ -42,7 +42,7 @@ from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import (
     staging_for,
 )
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
-from lightning_smartinfinity.zero3.ranks.file_systems import Place, first_seen, places_of
+from lightning_smartinfinity.zero3.ranks.file_systems import FolderLocation, first_seen, places_of
 
 __all__ = ["Staging", "put_one_in_place", "remove_interrupted", "replacing", "writing"]
 
@@ -183,7 +183,7 @@ class _Led(NamedTuple):
         common: Id of the save that all machines must use, if they have parts of several.
     """
 
-    place: Place
+    place: FolderLocation
     leads: bool
     target: Path
     staging: Path
