@@ -16,7 +16,7 @@ from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.planning import choice
 from lightning_smartinfinity.planning import needs as plan_needs
-from lightning_smartinfinity.planning.needs import Place, needs
+from lightning_smartinfinity.planning.needs import MemoryKind, needs
 from lightning_smartinfinity.planning.survey.models import find_source, survey_model
 from lightning_smartinfinity.planning.training import Training
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import FoundCheckpoint
@@ -384,7 +384,7 @@ def test_a_plan_is_made_before_the_model_is_loaded(
     )
     figures = survey_model(find_source(str(model_folder)), batch=1, seq=8, in_16_bit=False)
     smallest = dataclasses.replace(asked, offload_param="nvme", parameter_budget=160 << 10, gradient_budget=160 << 10)
-    needed = [need.total for need in needs(figures, smallest, on_gpu=False) if need.place is Place.HOST]
+    needed = [need.total for need in needs(figures, smallest, on_gpu=False) if need.place is MemoryKind.HOST]
     plan = {"model": str(model_folder), "seq": 8, "host_memory": max(needed)}
     seen = {}
 
