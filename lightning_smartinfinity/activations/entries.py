@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.activations.cuda.copies import DeviceCopies, Loaded, Points
@@ -22,7 +21,7 @@ from lightning_smartinfinity.activations.geometry import (
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
 from lightning_smartinfinity.storage.tensors.tensor_store import StoredTensor
 
-__all__ = ["Entry", "Source"]
+__all__ = ["Entry", "Source", "Tickets"]
 
 _SHARE_TO_COMPACT = 2  # one over the largest share of its storage that a tensor may cover to be copied compactly
 
@@ -38,23 +37,23 @@ class Source:
         whole: Entry with all bytes of the storage, if there is one.
         compact: Entries with compact copies of single tensors.
         compact_bytes: Bytes of all compact copies so far.
-        num_holders: Number of entries that keep the storage alive.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        # As long as this exists, no other storage has the same identity (its address).
-        self._weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._storage = weakref.ref(storage)
         self.nbytes = storage.nbytes()
         self.whole: weakref.ref[Entry] | None = None
         self.compact: dict[Geometry, weakref.ref[Entry]] = {}
         self.compact_bytes = 0
-        self.num_holders = 0
 
     @property
     def is_held_elsewhere(self) -> bool:
         """Whether something else keeps the storage alive; valid if no entry does."""
-        expired: bool = self._weak.expired()
-        return not expired
+        return self._storage() is not None
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether this is the source of a storage, and not of an earlier one that had the same address."""
+        return self._storage() is storage
 
     def entry_for(self, tensor: torch.Tensor) -> Entry | None:
         """Return an entry with the current bytes of a tensor."""
@@ -68,7 +67,6 @@ class Source:
         self,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        home: Any,
         *,
         changes: torch.Tensor,
         copies: DeviceCopies | None = None,
@@ -78,7 +76,6 @@ class Source:
         Args:
             tensor: The tensor.
             storage: Its storage.
-            home: Store whose ``entry_is_gone`` is called when the entry is deleted.
             changes: Tensor whose ``_version`` counts the tensor's changes.
             copies: Copies of the device that holds the tensor; None if host memory holds it.
         """
@@ -86,20 +83,36 @@ class Source:
         nbytes = least.numel() * least.itemsize
         too_much = _SHARE_TO_COMPACT * nbytes >= self.nbytes or self.compact_bytes + nbytes > self.nbytes
         if too_much or overlaps(least.shape, least.stride()):
-            entry = Entry(self, storage, self.nbytes, changes=changes, compact=None, home=home, copies=copies)
+            entry = Entry(self, storage, self.nbytes, changes=changes, compact=None, copies=copies)
             self.whole = weakref.ref(entry)
         else:
             self.compact_bytes += nbytes
             geometry = geometry_of(tensor)
-            entry = Entry(self, storage, nbytes, changes=changes, compact=geometry, home=home, copies=copies)
+            entry = Entry(self, storage, nbytes, changes=changes, compact=geometry, copies=copies)
             self.compact[geometry] = weakref.ref(entry)
         return entry
+
+
+class Tickets:
+    """Tickets of an entry's transfers in progress, which its store gives up after the entry was deleted.
+
+    Attributes:
+        writing: Ticket of the write.
+        reading: Ticket of the read.
+    """
+
+    __slots__ = ("reading", "writing")
+
+    def __init__(self) -> None:
+        self.writing: int | None = None
+        self.reading: int | None = None
 
 
 class Entry:
     """Bytes that saved tensors share, held by torch's storage, memory of the pool, files, or several of these.
 
-    Only the packed objects of autograd own an entry.
+    Only the packed objects of autograd own an entry. Its deletion runs no Python code, within which Python
+    would ignore an interrupt.
 
     Args:
         source: Source of the tensors.
@@ -107,15 +120,13 @@ class Entry:
         nbytes: Bytes to store.
         changes: Tensor whose ``_version`` counts the changes of the first tensor.
         compact: Geometry of the first tensor, if the entry is a compact copy of it.
-        home: Store whose ``entry_is_gone`` is called when the entry is deleted.
         copies: Copies of the device that holds the storage; None if host memory holds it.
 
     Attributes:
         memory: Pool memory that holds the bytes, or into which they are being read or copied.
         copied: Point after the copy from the device into :attr:`memory`, while that may be in progress.
         loaded: Device memory that holds the bytes, or into which they are being copied.
-        writing: Ticket of the write in progress.
-        reading: Ticket of the read in progress.
+        tickets: Transfers in progress.
         stored: Place in the files, which is not read while a write is in progress.
         number: Position in the order in which a forward packed its entries.
         end: Bytes of the forward's entries up to and including this one.
@@ -129,7 +140,6 @@ class Entry:
         "_compact",
         "_copied_version",
         "_counter",
-        "_home",
         "_packed_version",
         "_points",
         "_storage",
@@ -141,12 +151,11 @@ class Entry:
         "memory",
         "nbytes",
         "number",
-        "reading",
         "source",
         "stored",
+        "tickets",
         "unreadable",
         "was_used",
-        "writing",
     )
 
     def __init__(
@@ -157,7 +166,6 @@ class Entry:
         *,
         changes: torch.Tensor,
         compact: Geometry | None,
-        home: Any,
         copies: DeviceCopies | None,
     ) -> None:
         self._counter = changes
@@ -167,29 +175,19 @@ class Entry:
         self.copied: native.CudaEvent | None = None
         self.loaded: Loaded | None = None
         self._compact = compact
-        self._home = home
         self.source = source
         self.nbytes = nbytes
         self.memory: torch.Tensor | None = None
-        self.writing: int | None = None
-        self.reading: int | None = None
+        self.tickets = Tickets()
         self.stored: StoredTensor | None = None
         self.number = self.end = 0
         self.was_used = False
         self.unreadable: SmartInfinityError | None = None
         self.forward: Any = None
         self._storage: torch.UntypedStorage | None = storage
-        source.num_holders += 1
 
     def __str__(self) -> str:
         return f"Entry {self.number} of what forward saved ({self.nbytes} bytes)"
-
-    def __del__(self) -> None:
-        if not hasattr(self, "_storage"):  # an interrupt came within __init__
-            return
-        if self._storage is not None:
-            self.source.num_holders -= 1
-        self._home.entry_is_gone(self)
 
     def failure(self, error: StorageError | CudaError) -> StorageError | CudaError:
         """Return an error of the same kind that names the entry."""
@@ -198,7 +196,7 @@ class Entry:
     @property
     def is_being_written(self) -> bool:
         """Whether the bytes are being written, or are being copied from the device to be written."""
-        return self.writing is not None or (self.copied is not None and self.stored is not None)
+        return self.tickets.writing is not None or (self.copied is not None and self.stored is not None)
 
     @property
     def is_timed(self) -> bool:
@@ -265,7 +263,6 @@ class Entry:
         assert self.memory is not None
         self._storage = None
         self._points = {}
-        self.source.num_holders -= 1
 
     def tensor(self, geometry: Geometry) -> torch.Tensor:
         """Return a tensor as it was saved. The bytes must be in memory, or loaded onto the device."""
@@ -281,10 +278,3 @@ class Entry:
             return view_of(memory.untyped_storage(), geometry)
         assert geometry == self._compact
         return spread_out(memory[: self.nbytes], geometry)
-
-    def unload(self) -> None:
-        """Drop the device memory into which the entry was loaded."""
-        if self.loaded is not None:
-            assert self.copies is not None
-            self.copies.drop(self.loaded)
-            self.loaded = None

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import torch
 
-from lightning_smartinfinity.activations.entries import Entry
+from lightning_smartinfinity.activations.entries import Entry, Tickets
 from lightning_smartinfinity.activations.forwards import Forward
 from lightning_smartinfinity.activations.pool import Pool
 from lightning_smartinfinity.activations.traffic import ActivationTraffic
@@ -59,16 +59,17 @@ class Eviction:
         self._most_refused = 0  # bytes of the largest entry for which the pool was too small
         self._warned_of_budget = False
         self._evicted = 0
-        # Bytes by which each entry is counted in _nbytes and _evicted. Any thread may drop entries at any time. The
-        # callback then is deque.append, which is not written in Python, so that no interrupt can come within it.
-        self._counted: dict[weakref.ref[Entry], tuple[int, int]] = {}
+        # Bytes by which each entry is counted in _nbytes and _evicted, and its transfers. Any thread may drop entries
+        # at any time. The callback then is deque.append, which is not written in Python: no interrupt can come within
+        # it, and Python would ignore one.
+        self._counted: dict[weakref.ref[Entry], tuple[int, int, Tickets]] = {}
         self._gone: deque[weakref.ref[Entry]] = deque()
         self.most_evicted = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages that entries keep alive."""
-        self._forget_gone()
+        self.forget_gone()
         return self._nbytes
 
     def begin(self, forward: Forward) -> None:
@@ -83,7 +84,7 @@ class Eviction:
         found = weakref.ref(entry, self._gone.append)
         # Python handles signals at calls and backward jumps: not between the next two lines.
         self._nbytes += entry.nbytes
-        self._counted[found] = entry.nbytes, 0
+        self._counted[found] = entry.nbytes, 0, entry.tickets
         entry.forward = forward
         forward.add(entry, time.perf_counter())
         self._pool.most_saved = max(self._pool.most_saved, forward.saved_bytes)
@@ -91,12 +92,13 @@ class Eviction:
         self._freed_memory.batch_bytes = max(LEAST_FREED, self._pool.most_saved // _SHARE_FREED)
         self._pool.apply_limit()
 
-    def _forget_gone(self) -> None:
-        """Stop counting deleted entries."""
+    def forget_gone(self) -> None:
+        """Stop counting deleted entries, and give up their transfers."""
         while self._gone:
             found = self._gone[0]
             if found in self._counted:
-                held, evicted = self._counted[found]
+                held, evicted, tickets = self._counted[found]
+                self._writes.give_up_all(tickets)
                 # No interrupt comes between the next three lines.
                 self._nbytes -= held
                 self._evicted -= evicted
@@ -141,14 +143,14 @@ class Eviction:
 
     def _evict(self, entry: Entry) -> bool:
         """Evict an entry if there is room for it; return whether there is."""
-        self._forget_gone()
+        self.forget_gone()
         found = weakref.ref(entry)
         if not self._writes.begin(entry, stays_cached=self._stays_cached(entry)):
             return False
         # No interrupt comes between the next three lines.
         self._nbytes -= entry.nbytes
         self._evicted += entry.nbytes
-        self._counted[found] = 0, entry.nbytes
+        self._counted[found] = 0, entry.nbytes, entry.tickets
         self.most_evicted = max(self.most_evicted, self._evicted)
         if entry.copies is None:
             self._freed_memory.add(entry.nbytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +33,7 @@ class ActivationFiles:
         self._settings, self._folders, self._transfer = settings, folders, transfer
         self._process = os.getpid()
         self._tensors: TensorStore | None = None
-        self._orphans: deque[int] = deque()  # tickets of transfers that were given up
+        self._orphans: list[int] = []  # tickets of transfers that were given up
         self._failed_write: SmartInfinityError | None = None
         self._failed_read: SmartInfinityError | None = None
         self.closed = False
@@ -107,8 +106,8 @@ class ActivationFiles:
         """
         if self._tensors is not None:
             for entry in () if self.closed else entries:
-                if entry.writing is not None:
-                    self._tensors.cancel(entry.writing)
+                if entry.tickets.writing is not None:
+                    self._tensors.cancel(entry.tickets.writing)
             self.closed = True
             self._tensors.close()
             self._finalizer.detach()
@@ -122,18 +121,17 @@ class ActivationFiles:
 
     def finish_orphans(self) -> None:
         """Finish the transfers that were given up and have ended."""
-        for _ in range(0 if self.closed else len(self._orphans)):
-            try:
-                ticket = self._orphans.popleft()
-            except IndexError:  # another thread has taken it
-                return
-            if self.tensors.done(ticket):
-                with suppress(StorageError):  # the result of the transfer is not needed
-                    self.tensors.finish(ticket)
-            else:
-                self._orphans.append(ticket)
         if self._tensors is not None and not self.closed:
+            self._orphans = [ticket for ticket in self._orphans if not self._has_ended(ticket)]
             self._tensors.release_ended()
+
+    def _has_ended(self, ticket: int) -> bool:
+        """Return whether a transfer that was given up has ended, and finish it then."""
+        if not self.tensors.done(ticket):
+            return False
+        with suppress(StorageError):  # the result of the transfer is not needed
+            self.tensors.finish(ticket)
+        return True
 
     def note_unwritable(self, failure: SmartInfinityError) -> None:
         """Note why an entry could not be written, for :meth:`take_failure`, unless there is an earlier failure."""

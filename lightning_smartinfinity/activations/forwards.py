@@ -159,10 +159,12 @@ class Forward:
 
     def count_kept(self, traffic: ActivationTraffic) -> None:
         """Count the entries that are in memory when forward ends, and note those that something else holds."""
-        for entry in filter(None, (found() for found in self.entries)):
+        entries = [entry for found in self.entries if (entry := found()) is not None]
+        held = {entry.source for entry in entries if entry.is_original}
+        for entry in entries:
             frees_nothing = self.plan.frees_nothing(entry.number, entry.nbytes)
             if not entry.is_original:
-                if entry.source.num_holders == 0 and entry.source.is_held_elsewhere:
+                if entry.source not in held and entry.source.is_held_elsewhere:
                     self.freed_nothing.add(entry.number)
                     traffic.freed_nothing_bytes += entry.nbytes
             elif frees_nothing and entry.is_held_elsewhere:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
@@ -90,7 +89,7 @@ class Packing:
             if identity is not None:
                 is_alone = identity not in self._passing
                 self._passing[identity] = tensor if is_alone and isinstance(tensor, Parameter) else None
-        self._sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+        self._sources: dict[int, Source] = {}  # by identity of the storage
         self._lock = store.lock
         self.num_passed = 0
 
@@ -175,6 +174,8 @@ class Packing:
 
     def _saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _SavedTensor | None:
         source = self._sources.get(storage._cdata)
+        if source is not None and not source.is_of(storage):
+            source = None
         entry = None if source is None else source.entry_for(tensor)
         if entry is not None:
             self._store.share(entry, tensor)
@@ -185,7 +186,7 @@ class Packing:
             source = self._sources[storage._cdata] = Source(storage)
         copies = None if tensor.device.type == "cpu" else self._store.devices.copies_of(tensor.device)
         changes = changes_of(tensor)
-        entry = source.new_entry(tensor, storage, self._store, changes=changes, copies=copies)
+        entry = source.new_entry(tensor, storage, changes=changes, copies=copies)
         saved = _SavedTensor(entry, tensor, changes=changes)
         self._store.admit(entry, tensor, self._forward)
         return saved

@@ -150,7 +150,7 @@ def _drop_first(entries: deque[weakref.ref[Entry]]) -> bool:
         entry = entries.popleft()()
         if entry is None or entry.memory is None or entry.stored is None:
             continue
-        if not entry.is_being_written and entry.reading is None:
+        if not entry.is_being_written and entry.tickets.reading is None:
             entry.memory = None
             return True
     return False

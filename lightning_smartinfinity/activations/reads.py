@@ -51,11 +51,11 @@ class Reads:
 
     def are_done(self, entry: Entry) -> bool:
         """Return whether an entry is in memory. :meth:`have_in_memory` raises the error of a failed read."""
-        if entry.reading is not None and self._files.tensors.done(entry.reading):
+        if entry.tickets.reading is not None and self._files.tensors.done(entry.tickets.reading):
             with suppress(StorageError):
-                self._files.tensors.finish(entry.reading)
-                entry.reading = None
-        return entry.memory is not None and entry.reading is None
+                self._files.tensors.finish(entry.tickets.reading)
+                entry.tickets.reading = None
+        return entry.memory is not None and entry.tickets.reading is None
 
     def have_in_memory(self, entry: Entry) -> None:
         """Read an entry if necessary, and wait until it is in memory.
@@ -75,13 +75,13 @@ class Reads:
                 self._start(entry, native.IoClass.AWAITED)
             except StorageError as error:
                 raise entry.failure(error) from error
-        if entry.reading is not None:
+        if entry.tickets.reading is not None:
             try:
-                self._files.tensors.finish(entry.reading)
+                self._files.tensors.finish(entry.tickets.reading)
             except StorageError as error:
-                entry.reading = entry.memory = None
+                entry.tickets.reading = entry.memory = None
                 raise entry.failure(error) from error
-            entry.reading = None  # not after an interrupt
+            entry.tickets.reading = None  # not after an interrupt
 
     def read_ahead(self, entry: Entry) -> None:
         """Read the entries that backward is expected to use after an entry, within bounds."""
@@ -102,7 +102,7 @@ class Reads:
     def _start(self, entry: Entry, io_class: native.IoClass) -> None:
         assert entry.stored is not None
         memory = self._pool.take(entry)
-        entry.memory, entry.reading = memory, self._files.tensors.read(entry.stored, memory, io_class=io_class)
+        entry.memory, entry.tickets.reading = memory, self._files.tensors.read(entry.stored, memory, io_class=io_class)
 
     def _may_read_ahead(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` more bytes may be read ahead without dropping anything."""

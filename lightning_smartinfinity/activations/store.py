@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,11 +34,11 @@ __all__ = ["ActivationStore"]
 class ActivationStore:
     """One process's entries on storage, and the pool of host memory through which they move.
 
-    The store has only weak references to entries: an entry's memory and place are free when the graph drops it. The
-    pool keeps the newest entries, and the oldest are written. Written entries stay in the pool until their room is
-    needed.
+    The store has only weak references to entries: an entry's memory and place are free when the graph drops it. If
+    transfers of the entry are in progress, the next call gives them up. The pool keeps the newest entries, and the
+    oldest are written. Written entries stay in the pool until their room is needed.
 
-    Callers hold :attr:`lock`, except for :meth:`entry_is_gone`.
+    Callers hold :attr:`lock`.
 
     Args:
         settings: How much is offloaded.
@@ -81,19 +81,10 @@ class ActivationStore:
             StorageTimeoutError: The disk does not answer.
         """
         if not self.files.is_of_parent:
+            self.eviction.forget_gone()
             self.devices.close()
             self.files.close(self.writes.entries())
             self.pool.give_back()
-
-    def entry_is_gone(self, entry: Entry) -> None:
-        """Give up the transfers of an entry that is being deleted. Any thread may call this at any time."""
-        if self.files.is_of_parent or self.files.closed:
-            return
-        entry.unload()
-        for ticket in (entry.writing, entry.reading):
-            if ticket is not None:
-                with suppress(ValueError):  # the files are closed
-                    self.files.give_up(ticket)
 
     # ---- state
 
@@ -230,6 +221,7 @@ class ActivationStore:
     def _reap(self) -> None:
         """Finish the transfers that have ended."""
         if not self.files.closed:
+            self.eviction.forget_gone()
             self.files.finish_orphans()
             self.writes.reap()
             if self.devices:

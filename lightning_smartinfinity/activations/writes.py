@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.activations.entries import Entry
+from lightning_smartinfinity.activations.entries import Entry, Tickets
 from lightning_smartinfinity.activations.files import ActivationFiles
 from lightning_smartinfinity.activations.pool import Pool
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageError
@@ -117,15 +117,15 @@ class Writes:
             self._copying.popleft()
         while self._writing:
             entry = self._writing[0]()
-            if entry is not None and entry.writing is not None:
-                if not self._files.tensors.done(entry.writing):
+            if entry is not None and entry.tickets.writing is not None:
+                if not self._files.tensors.done(entry.tickets.writing):
                     return
                 self._finish(entry)
             self._writing.popleft()
 
     def finish_first(self) -> bool:
         """Wait for the oldest write in progress, or the oldest copy; return whether there was one."""
-        entry = next((each for each in self.entries() if each.writing is not None), None)
+        entry = next((each for each in self.entries() if each.tickets.writing is not None), None)
         if entry is None:
             return self._finish_copy()
         self._finish(entry)
@@ -133,9 +133,16 @@ class Writes:
 
     def give_up(self, entry: Entry) -> None:
         """Cancel the write of an entry, whose bytes stay in the pool and are not read from storage."""
-        ticket, entry.writing, entry.stored = entry.writing, None, None
+        ticket, entry.tickets.writing, entry.stored = entry.tickets.writing, None, None
         if ticket is not None:
             self._files.give_up(ticket)
+
+    def give_up_all(self, tickets: Tickets) -> None:
+        """Cancel the transfers of a deleted entry."""
+        if not (self._files.closed or self._files.is_of_parent):
+            for ticket in (tickets.writing, tickets.reading):
+                if ticket is not None:
+                    self._files.give_up(ticket)
 
     def stop(self, failure: SmartInfinityError) -> None:
         """Stop offloading after a failure. Entries that could not be evicted stay in memory."""
@@ -172,7 +179,8 @@ class Writes:
 
     def _start(self, entry: Entry) -> None:
         assert entry.stored is not None and entry.memory is not None
-        entry.writing = self._files.tensors.write(entry.stored, entry.memory, io_class=native.IoClass.WRITE_BEHIND)
+        begin, io_class = self._files.tensors.write, native.IoClass.WRITE_BEHIND
+        entry.tickets.writing = begin(entry.stored, entry.memory, io_class=io_class)
         self._writing.append(weakref.ref(entry))
 
     def _finish_copy(self) -> bool:
@@ -203,12 +211,12 @@ class Writes:
 
     def _finish(self, entry: Entry) -> None:
         """Wait for the write of an entry. Its memory can be dropped afterwards, unless the write has failed."""
-        assert entry.writing is not None
+        assert entry.tickets.writing is not None
         try:
-            self._files.tensors.finish(entry.writing)
+            self._files.tensors.finish(entry.tickets.writing)
         except StorageError as error:
-            entry.writing = entry.stored = None
+            entry.tickets.writing = entry.stored = None
             self.stop(entry.failure(error))
             return
-        entry.writing = None  # not after an interrupt
+        entry.tickets.writing = None  # not after an interrupt
         self._pool.add_written(entry)

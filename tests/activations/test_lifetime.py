@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
+from _thread import interrupt_main
 from collections import deque
 from contextlib import suppress
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +169,8 @@ MODULES = (entries, files, forwards, geometry, graph, offloading, packing, pool,
 
 
 @pytest.mark.parametrize("every", long_but([41], [3, 41]))
-def test_an_interrupt_on_any_line(
-    activations: OffloadedActivations, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_on_any_line(activations: OffloadedActivations, every: int) -> None:
     """After Ctrl-C on any line of forward or backward no hook and no entry remains, and the next step is right."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # Python ignores an interrupt as an entry is deleted
     line, came = 0, True
     while came:
         with suppress(KeyboardInterrupt), Interrupt(line, MODULES).coming():
@@ -185,21 +183,12 @@ def test_an_interrupt_on_any_line(
     assert line > 1000
 
 
-def test_an_interrupt_when_an_entry_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python ignores an interrupt there, and the entry is held no longer."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    with opened(tmp_path, everything(keep=100 * BLOCK)) as activations:
-        _, loss = saved(activations)
-        gone = activations._store.entry_is_gone
-
-        def interrupt(*_: object) -> None:
-            monkeypatch.setattr(activations._store, "entry_is_gone", gone)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(activations._store, "entry_is_gone", interrupt)
-        assert activations.held_bytes > 0
-        del loss
-        assert_nothing_is_left(activations)
+def test_an_interrupt_when_entries_are_dropped(activations: OffloadedActivations) -> None:
+    """It is raised. Within code of Python that deletes an object it would be ignored."""
+    graphs = [saved(activations)[1]]
+    with pytest.raises(KeyboardInterrupt):
+        deque(map(methodcaller("__call__"), (interrupt_main, graphs.clear)), maxlen=0)
+    assert_nothing_is_left(activations)
 
 
 def test_an_interrupt_when_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import re
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,6 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -347,18 +347,18 @@ def test_changes_are_counted_for_all_views_and_the_count_can_be_set() -> None:
 
 @pytest.mark.seam("one `Entry` for each storage, and `Packing` knows whether offloading it frees memory")
 def test_who_holds_the_memory_of_a_tensor_is_known() -> None:
-    """torch._C._storage_Use_Count counts by UntypedStorage._cdata, and a StorageWeakRef ends with the last holder."""
+    """torch._C._storage_Use_Count counts by UntypedStorage._cdata, and a weak reference ends with the last holder."""
     tensor = torch.ones(4)
     storage = tensor.untyped_storage()
     assert tensor.view(2, 2).untyped_storage()._cdata == storage._cdata
     alone = torch._C._storage_Use_Count(storage._cdata)
     view = tensor[1:]
     assert torch._C._storage_Use_Count(storage._cdata) == alone + 1
-    weak = StorageWeakRef(storage)
+    weak = weakref.ref(storage)
     del tensor, storage
-    assert not weak.expired()
+    assert weak() is view.untyped_storage()
     del view
-    assert weak.expired()
+    assert weak() is None
 
 
 @pytest.mark.seam("`Packing` lets tensors of the batch pass")

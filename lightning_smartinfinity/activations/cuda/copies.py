@@ -67,7 +67,7 @@ class UnderWay:
 Points = dict[int, native.CudaEvent]  # by handle of the stream on which each is recorded
 
 # Memory of copies that may still run: the driver has failed to report their end.
-_NEVER_FREED: list[torch.Tensor] = []
+_NEVER_FREED: list[object] = []
 
 
 class Loaded:
@@ -79,14 +79,15 @@ class Loaded:
         stream: Handle of the stream for which the allocator lent the memory.
 
     Attributes:
-        was_taken: Whether a stream of torch's waits for the copy, so that the memory may be returned to the allocator.
+        untaken: Holds the memory until a stream of torch's waits for the copy. Before that, the memory may not be
+            returned to the allocator while the copy runs.
     """
 
-    __slots__ = ("event", "memory", "stream", "was_taken")
+    __slots__ = ("event", "memory", "stream", "untaken")
 
     def __init__(self, memory: torch.Tensor, event: native.CudaEvent, *, stream: int) -> None:
         self.memory, self.event, self.stream = memory, event, stream
-        self.was_taken = False
+        self.untaken = [memory]
 
 
 class _Direction:
@@ -98,22 +99,17 @@ class _Direction:
 
     def __init__(self, stream: native.CudaStream) -> None:
         self.stream = stream
-        # Entries may be dropped in any thread at any time, which adds memory without a lock.
-        self._kept: deque[tuple[native.CudaEvent, torch.Tensor]] = deque()
-        self._begun: tuple[native.CudaEvent, tuple[torch.Tensor, ...]] | None = None  # a copy without its point
+        self._kept: deque[tuple[native.CudaEvent, object]] = deque()
+        self._begun: tuple[native.CudaEvent, tuple[object, ...]] | None = None  # a copy without its point
 
-    def keep(self, memory: torch.Tensor, event: native.CudaEvent) -> None:
-        """Keep memory until the copies before a point have run."""
-        self._kept.append((event, memory))
-
-    def begin(self, event: native.CudaEvent, *used: torch.Tensor) -> None:
+    def begin(self, event: native.CudaEvent, *used: object) -> None:
         """Keep all memory of a copy that is about to start, until :meth:`record`.
 
         If an interrupt comes before :meth:`record`, all of the memory is kept until the copy has run.
 
         Args:
             event: Event that becomes the point after the copy.
-            *used: Memory of the copy.
+            *used: Memory of the copy: tensors, or containers of tensors.
         """
         self._end_begun()
         self._begun = event, used
@@ -133,7 +129,7 @@ class _Direction:
             self._begun = None
             raise
         for memory in used[:num_kept]:
-            self.keep(memory, event)
+            self._kept.append((event, memory))
         self._begun = None  # no interrupt comes between this and what the caller does next
 
     def reap(self) -> None:
@@ -260,7 +256,7 @@ class DeviceCopies:
         """Start to copy memory of the pool into new memory of the device.
 
         Args:
-            memory: Memory of the pool, kept until the copy has run.
+            memory: Memory of the pool, kept until the copy has run, as is the device's memory unless it is taken.
             nbytes: Bytes to copy.
             after: Point after the copy that fills the memory, if that may be in progress.
             is_timed: Whether to time the copy.
@@ -277,7 +273,7 @@ class DeviceCopies:
         # The allocator may have lent memory that earlier work of the current stream still uses.
         self._in.stream.follow(current)
         began = now_on(self._torch_in) if is_timed else None
-        self._in.begin(event, memory, loaded.memory)
+        self._in.begin(event, (memory, loaded.untaken))
         self.link.device.copy_to_device(
             device=loaded.memory.data_ptr(), host=memory.data_ptr(), nbytes=nbytes, stream=self._in.stream.handle
         )
@@ -292,13 +288,8 @@ class DeviceCopies:
         loaded.event.hold(current)
         if current != loaded.stream:
             self.link.keep(loaded.memory)
-        loaded.was_taken = True
+        loaded.untaken.clear()
         return loaded.memory
-
-    def drop(self, loaded: Loaded) -> None:
-        """Return memory to the allocator as soon as the copy into it has run. Any thread may call this."""
-        if not loaded.was_taken:
-            self._in.keep(loaded.memory, loaded.event)
 
     def wait_for_current(self) -> None:
         """Wait until the device has done all work given to torch's current stream so far."""

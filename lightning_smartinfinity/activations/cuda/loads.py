@@ -90,7 +90,7 @@ class Loads:
         if self.nbytes > self.limit:
             for other in self._entries():
                 if other.was_used and other is not wanted:
-                    other.unload()
+                    other.loaded = None
         self._loaded = deque(map(weakref.ref, self._entries()))
 
     def _entries(self) -> Iterator[Entry]:
