@@ -100,8 +100,15 @@ OVERRIDING: list[tuple[Any, Any, list[str]]] = [
         SmartInfinityStrategy,
         DeepSpeedStrategy,
         [
-            *("setup_environment", "setup_distributed", "setup", "teardown", "on_exception", "process_dataloader"),
-            *("on_train_start", "on_train_end", "on_validation_start", "on_test_start", "on_predict_start"),
+            *("setup_environment", "setup_distributed", "setup", "teardown", "on_exception", "barrier"),
+            *(
+                "process_dataloader",
+                "on_train_start",
+                "on_train_end",
+                "on_validation_start",
+                "on_test_start",
+                "on_predict_start",
+            ),
             *("validation_step", "test_step", "predict_step", "pre_backward", "block_backward_sync"),
             *("model_sharded_context", "optimizer_state", "save_checkpoint", "load_checkpoint", "remove_checkpoint"),
             *("init_deepspeed", "_initialize_deepspeed_inference", "_init_optimizers", "_setup_model_and_optimizer"),

@@ -159,12 +159,12 @@ class StateAccess:
             )
         commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
-    def write_resident(self, placement: Placement, tasklets: Sequence[int], *, deadline: float = math.inf) -> None:
+    def write_resident(self, placement: Placement, tasklets: NDArray[np.intp], *, deadline: float = math.inf) -> None:
         """Write the state of resident tasklets from memory to storage as it is.
 
         Args:
             placement: Places to write to.
-            tasklets: Indices of the tasklets.
+            tasklets: intp[any number]: indices of the tasklets.
             deadline: Time of ``time.monotonic`` by which it must be done.
 
         Raises:
@@ -174,7 +174,7 @@ class StateAccess:
         places = places_of(self._store)._replace(following=placement, writes_back=False)
         begun, done, total = time.monotonic(), 0, len(tasklets)
         for first in range(0, total, _TASKLETS_AT_ONCE):
-            listed = tasklets[first : first + _TASKLETS_AT_ONCE]
+            listed = tasklets[first : first + _TASKLETS_AT_ONCE].tolist()
             # Each is sealed with the generation that it has.
             worked = [
                 places._replace(next_generation=int(places.generations[tasklet])).tasklet(self._layout, tasklet, [])
