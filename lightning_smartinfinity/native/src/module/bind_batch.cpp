@@ -206,10 +206,9 @@ void bind_whole_batch(nb::module_& m) {
                std::shared_ptr<const CudaStream> stream, std::shared_ptr<const GradientCodec> codec,
                float residual_scale, IoClass io_class, std::vector<std::shared_ptr<const CudaEvent>> ready,
                std::uint64_t slot_bytes, bool writes_back) {
-                new (self) Batch{operation,         std::move(tasklets), std::move(steps),
-                                 std::move(stream), std::move(codec),    residual_scale,
-                                 io_class,          std::move(ready),    slot_bytes,
-                                 writes_back};
+                new (self) Batch{operation,        std::move(tasklets), std::move(steps), std::move(stream),
+                                 std::move(codec), residual_scale,      io_class,         std::move(ready),
+                                 slot_bytes,       writes_back};
             },
             "operation"_a, "tasklets"_a, "steps"_a = std::vector<UpdateStep>(), "stream"_a = nb::none(),
             "codec"_a = nb::none(), "residual_scale"_a = 1.0f, "io_class"_a = IoClass::kState,
