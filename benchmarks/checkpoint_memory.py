@@ -70,8 +70,7 @@ def strategy_of(system: str, folder: str) -> Any:
     if system == "smart_infinity":
         from lightning_smartinfinity import SmartInfinityStrategy
 
-        zero = {"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET}
-        return SmartInfinityStrategy(folder, zero=zero, transfer={"dram_cache_bytes": 0})
+        return SmartInfinityStrategy(folder, zero={"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET})
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.strategies import DeepSpeedStrategy
 

@@ -24,7 +24,7 @@ from lightning_smartinfinity.planning.needs_table import in_gb, needs_table
 from lightning_smartinfinity.planning.pace import Rates, seconds_beside_update
 from lightning_smartinfinity.planning.training import OFFLOADS, Training
 
-__all__ = ["Open", "choose", "plan_in_words", "with_cache"]
+__all__ = ["Open", "choose", "plan_in_words"]
 
 _SMALL_BUCKET = 1024 * 1024
 _LEAST_CACHE = 64 * 10**6  # less is not worth a setting
@@ -79,8 +79,7 @@ def choose(model: ModelFigures, training: Training, resources: Resources, rates:
         if fitting:
             best = min(fitting, key=beside)
             best = with_pinned(model, best, resources) if open_.offload_param else best
-            filled = with_cache(model, best, resources) if open_.cache_bytes else best
-            return make_plan(model, filled, resources, rates)
+            return make_plan(model, _with_cache(model, best, resources, open_), resources, rates)
         tried += candidates
     return make_plan(model, min(tried, key=partial(lack, model, resources)), resources, rates)
 
@@ -106,27 +105,14 @@ def _settings(model: ModelFigures, training: Training, open_: Open, *, on_gpu: b
             )
 
 
-def with_cache(model: ModelFigures, training: Training, resources: Resources) -> Training:
-    """Return the training with state in the host memory that it leaves free, except for a quarter of that memory.
-
-    Without room on the disk for third places of the other state, all state is written in every step.
-
-    Args:
-        model: The model.
-        training: The training without state in memory.
-        resources: Resources of the machine.
-    """
-    found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
-    # The state is kept in memory once the model is built, and what building took is free again.
-    most = max(need.total for need in found if need.place is MemoryKind.HOST and need.phase != "building")
-    left = resources.host_memory - resources.host_memory // _KEPT_FREE - most
-    whole = state_bytes(model, training)
-    nbytes = min(left // training.processes, whole + _GRAIN - 1) // _GRAIN * _GRAIN
-    if nbytes < min(_LEAST_CACHE, whole):
+def _with_cache(model: ModelFigures, training: Training, resources: Resources, open_: Open) -> Training:
+    if not open_.cache_bytes:
         return training
-    cached = replace(training, cache_bytes=nbytes)
-    in_every_step = replace(cached, interval=None)
-    return in_every_step if fits(model, in_every_step, resources) and not fits(model, cached, resources) else cached
+    found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
+    most = max(need.total for need in found if need.place is MemoryKind.HOST)
+    left = resources.host_memory - resources.host_memory // _KEPT_FREE - most
+    nbytes = min(left // training.processes, state_bytes(model, training)) // _GRAIN * _GRAIN
+    return replace(training, cache_bytes=nbytes) if nbytes >= _LEAST_CACHE else training
 
 
 def plan_in_words(
@@ -143,8 +129,6 @@ def plan_in_words(
         assumed: Assumptions about the training, in words.
     """
     before, after = asdict(asked), asdict(plan.training)
-    if plan.training.interval != asked.interval:
-        after["interval"] = "step"
     if open_.offload_param:
         before["offload_param"] = "none"  # so that it is listed even if a budget of parameters implies it
     passed = [name for name in open_.state_formats if not asked.suits(name)]
@@ -167,7 +151,6 @@ _LABELS = {
     "parameter_budget": "transfer parameter_bytes",
     "gradient_budget": "transfer gradient_bytes",
     "cache_bytes": "transfer dram_cache_bytes",
-    "interval": "transfer durability",
 }
 
 

@@ -21,7 +21,6 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.runif import RunIf
-from tests.helpers.streamed_state import DEFAULTS
 from tests.stock.systems import Hook
 from tests.storage.makers import create
 from tests.training.storage_worker import StorageRun, end_of, fit, launch, steps_of
@@ -147,19 +146,13 @@ COMPRESSION = {"compression": {"ratio": 0.1}}
 WHERE: dict[str, dict[str, Any]] = {
     "parameters on storage": {"options": {"zero": NVME}},
     "DRAM tier": {"transfer": {"dram_cache_bytes": 100_000}},
-    "written at an interval": {"transfer": {**DEFAULTS, "persist_every": 3}},
-    "some written at an interval": {"transfer": {**DEFAULTS, "persist_every": 2, "dram_cache_bytes": 100_000}},
     "compressed gradients": {"options": COMPRESSION},
     "cards": {"cards": True, "folders": 2},
     "compressed gradients on cards": {"cards": True, "folders": 2, "options": COMPRESSION},
     "several folders": {"folders": 3},
 }
 # The kills at random have two processes and compressed gradients, too.
-USUAL = {
-    ("parameters on storage", "int8_remainder", "forward", 1),
-    ("written at an interval", "fp32", "none", 1),
-    ("some written at an interval", "bf16", "backward", 2),
-}
+USUAL = {("parameters on storage", "int8_remainder", "forward", 1)}
 
 
 @pytest.mark.filterwarnings("ignore:.*is small for SmartSSDs")

@@ -201,12 +201,12 @@ def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: Proces
         return layout
     transfer = settings.transfer
     nbytes = transfer.dram_cache_bytes
-    if nbytes is None or isinstance(nbytes, str):
+    if isinstance(nbytes, str):
         # Memory of the arena and the ring, which may not be resident yet.
         ring = transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
         own = measure_memory(reserved=_MOST_ITEM_BYTES * layout.numel + ring)
         nbytes = share_of_memory(gather(own, group), own)
-    return with_residents(layout, nbytes=nbytes, written_through=transfer.writes_through)
+    return with_residents(layout, nbytes=nbytes or 0, written_through=transfer.writes_through)
 
 
 def with_gradient_budget(
