@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from typing_extensions import override
 from lightning_smartinfinity.common.patches import replaced, wrapped
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.integrations.transformers.batches import Batches
+from lightning_smartinfinity.integrations.transformers.locked_folder import LockedFolder
 from lightning_smartinfinity.integrations.transformers.seams import Trainer
 from lightning_smartinfinity.resume.random_states import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.resume.record import FitRecord, loop_in
@@ -56,7 +56,7 @@ class TransformersFitRecord(FitRecord):
         )
         self.loop: ClientState | None = None
         self._last: Trainer | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: LockedFolder | None = None
 
     @property
     @override
@@ -102,8 +102,8 @@ class TransformersFitRecord(FitRecord):
                     "The training on storage is none of transformers' Trainer.",
                     "Resume it where it began, or choose another storage folder or TransferConfig(job=...).",
                 )
-        self._folder = tempfile.TemporaryDirectory(prefix="smart-infinity-")
-        folder = Path(self._folder.name)
+        self._folder = LockedFolder(TRAINER_STATE_NAME, SCHEDULER_NAME)
+        folder = self._folder.path
         TrainerState(**self.loop[_STATE]).save_to_json(str(folder / TRAINER_STATE_NAME))
         torch.save(self.loop["scheduler"], folder / SCHEDULER_NAME)
         return str(folder)
@@ -117,7 +117,7 @@ class TransformersFitRecord(FitRecord):
     def remove_folder(self) -> None:
         """Remove the folder of :meth:`prepare_resume` once the Trainer has read it; a later kill would leave it."""
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
 
 
 class RecordedTraining:
