@@ -12,7 +12,6 @@ rounds: the median over pairs of rounds that are a third apart, which one late a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import gc
 import io
@@ -21,6 +20,7 @@ import statistics
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,26 +85,31 @@ class Rounds:
         return {**figures, "last_mb": self._samples[-1][0] / 1e6}
 
 
-def module_of(validate: Callable[[], None] = lambda: None) -> Any:
-    """Return a small module of Lightning around a model of transformers, which calls a function in validation."""
+def model_of() -> Any:
+    """Return a small model of transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=7, n_head=2))
+
+
+def module_of(*, checkpointing: bool = False) -> Any:
+    """Return a module of Lightning around the model, with activation checkpointing if asked for."""
     import lightning.pytorch as pl
     import torch
     from torch.utils.data import DataLoader
-    from transformers import GPT2Config, GPT2LMHeadModel
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=7, n_head=2))
+            self.model = model_of()
+            if checkpointing:
+                self.model.gradient_checkpointing_enable()
 
         def training_step(self, batch: torch.Tensor) -> Any:
             return self.model(batch, labels=batch).loss
 
         def validation_step(self, batch: torch.Tensor) -> None:
             self.log("loss", self.model(batch, labels=batch).loss)
-
-        def on_validation_end(self) -> None:
-            validate()
 
         def train_dataloader(self) -> Any:
             return DataLoader(torch.arange(80_000).view(-1, 8) % 64, batch_size=2)  # type: ignore[arg-type]
@@ -170,7 +175,7 @@ def evaluations(rounds: Rounds, folder: Path, *, plain: bool) -> None:
         rounds.end()
 
 
-def fits(rounds: Rounds, folder: Path, *, plain: bool, resume: bool = False) -> None:
+def fits(rounds: Rounds, folder: Path, *, plain: bool, resume: bool = False, checkpointing: bool = False) -> None:
     """Train three steps by a new Trainer in each round, from the last checkpoint if ``resume``.
 
     After two steps DeepSpeed knows the order of modules, and remembers more.
@@ -179,12 +184,32 @@ def fits(rounds: Rounds, folder: Path, *, plain: bool, resume: bool = False) -> 
     while not rounds.done:
         done = len(rounds._samples)
         trainer = trainer_of(folder, plain=plain, max_steps=3 * (done + 1) if resume else 3)
-        trainer.fit(module_of(), ckpt_path=path if resume and done else None, weights_only=False)
+        module = module_of(checkpointing=checkpointing)
+        trainer.fit(module, ckpt_path=path if resume and done else None, weights_only=False)
         if resume:
             trainer.save_checkpoint(path)
         if not plain:
             trainer.strategy.close()
-        del trainer
+        del trainer, module
+        rounds.end()
+
+
+def transformers_fits(rounds: Rounds, folder: Path, *, plain: bool) -> None:
+    """Train three steps by a new Trainer of transformers in each round."""
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
+
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(48).view(-1, 8)]
+    settings: dict[str, Any] = {"max_steps": 3, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    settings |= {"report_to": [], "disable_tqdm": True}
+    while not rounds.done:
+        with nullcontext() if plain else SmartInfinityTraining(folder / "storage") as training:
+            device = {"use_cpu": True} if training is None else {"deepspeed": training.config}
+            trainer = Trainer(model_of(), TrainingArguments(str(folder), **settings, **device), train_dataset=rows)
+            trainer.train()
+        del training, device, trainer
         rounds.end()
 
 
@@ -198,7 +223,7 @@ def exports(rounds: Rounds, folder: Path, *, plain: bool, to: str) -> None:
     trainer.strategy.close()
     del trainer
     while not rounds.done:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()) as told:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()) as told:
             status = command([*["export", "--to"], to, str(folder / "a.ckpt"), str(folder / f"{len(rounds._samples)}")])
         assert status == 0, told.getvalue()
         rounds.end()
@@ -217,7 +242,7 @@ def strategies(rounds: Rounds, folder: Path, *, plain: bool) -> None:
             accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed" if plain else "bf16-true"
         )
         fabric.launch()
-        model: Any = module_of().model
+        model: Any = model_of()
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
         batch = torch.arange(8).view(1, 8)
         for _ in range(3):  # as for fits
@@ -238,6 +263,8 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "evaluate": evaluations,
     "fit": fits,
     "resume": partial(fits, resume=True),
+    "checkpointing": partial(fits, checkpointing=True),
+    "transformers": transformers_fits,
     "live_export": partial(steps, action="export"),
     "export": partial(exports, to="safetensors"),
     "export_file": partial(exports, to="lightning"),
@@ -250,14 +277,15 @@ def run(options: argparse.Namespace) -> Figures:
     """Repeat an action in this process."""
     action, _, system = options.child.partition(", ")
     rounds = Rounds(options.rounds_each, top=options.top == "yes")
-    ACTIONS[action](rounds, Path(options.storage), plain=system == "Lightning")
+    ACTIONS[action](rounds, Path(options.storage), plain=system != "this package")
     return rounds.figures()
 
 
 def rows(options: argparse.Namespace) -> Iterator[tuple[str, Figures | None]]:
     """Yield the figures of each action, by this package and by plain Lightning."""
     for action in options.actions:
-        for system in ("this package", "Lightning")[: 1 if action in OURS_ONLY else 2]:
+        plain = "transformers" if action == "transformers" else "Lightning"
+        for system in ("this package", plain)[: 1 if action in OURS_ONLY else 2]:
             name = f"{action}, {system}"
             yield name, in_child(__file__, options, name)
 
