@@ -140,7 +140,8 @@ class Writes:
     def give_up_all(self, tickets: Tickets) -> None:
         """Cancel the transfers of a deleted entry."""
         if not (self._files.closed or self._files.is_of_parent):
-            for ticket in (tickets.writing, tickets.reading):
+            given_up, tickets.writing, tickets.reading = (tickets.writing, tickets.reading), None, None
+            for ticket in given_up:  # at most once, also if an interrupt lets the caller repeat the call
                 if ticket is not None:
                     self._files.give_up(ticket)
 

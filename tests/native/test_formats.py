@@ -280,7 +280,7 @@ def test_users_page_tells_what_a_step_moves() -> None:
     """The users' page gives the bytes on storage and the bytes that a step reads and writes."""
     rows = rows_of("state_formats.md", columns=5)
     assert list(rows) == list(STATE_FORMATS)
-    numel = 1 << 30  # padding is negligible beside so many elements
+    numel = 1 << 30  # so large that padding is negligible
     for name, (*_, place, sixteen_bit, full) in rows.items():
         form = STATE_FORMATS[name]
         first, written = form.item_bytes(3)[0], sum(form.item_bytes(3))

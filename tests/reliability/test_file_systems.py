@@ -367,7 +367,7 @@ def files_of(storage: list[Path], job: str) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Folders]:
-    """Return a function that returns the folders of a training of so many ranks, which trains once."""
+    """Return a function that trains once for each number of ranks, and returns the folders of that training."""
     return cache(lambda ranks: Folders(tmp_path_factory.mktemp(f"folders of {ranks}"), ranks))
 
 

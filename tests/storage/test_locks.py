@@ -116,7 +116,7 @@ NEWER = r"newer version .* 9\.9\.9, .* 2\. .* reads 1\. .* 9\.9\.9"
     ("foreign", "said"), [(b"precious\n", FOREIGN), (b"precious\n" * 10_000, FOREIGN), (newer_lock(), NEWER)]
 )
 def test_a_lock_of_something_else(tmp_path: Path, foreign: bytes, said: str) -> None:
-    """A file in place of a lock stays, unless it is small and a manifest tells that it was a lock.
+    """A file in place of a lock is not replaced, unless it is small and stands beside a manifest.
 
     So does a lock of a newer version.
     """

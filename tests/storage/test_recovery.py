@@ -423,9 +423,9 @@ def test_training_records_of_no_use(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["manifest.json", "commit.bin", "training-?.bin"])
 def test_a_file_that_is_missing_beside_records_of_steps(name: str, tmp_path: Path) -> None:
-    """It was lost: a resume and a scrub name it, and nobody deletes the rest. Without a step, there is none to lose.
+    """If a file was lost after a step, a resume and a scrub name it, and the training counts as damaged.
 
-    So were both training records beside state that has taken steps.
+    The same holds if both training records are missing. Before the first step, no training is lost with such a file.
     """
     for num_steps in (0, 2):
         folders = [tmp_path / f"{device}{num_steps}" for device in "ab"]

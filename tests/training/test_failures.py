@@ -180,7 +180,7 @@ DEATHS: dict[str, tuple[object, str, int]] = {
 
 
 def die_in_save(moment: str) -> None:
-    """Let the last rank be killed at a call of a function in the next save, after some that return."""
+    """Kill the last rank in the next save: at a call of the function in ``DEATHS``, after the number of calls there."""
     owner, name, count = DEATHS[moment]
     if dist.get_rank() == dist.get_world_size() - 1:
         setattr(owner, name, after(count, getattr(owner, name), kill))

@@ -47,7 +47,7 @@ def save_after_errors_together(trainer: pl.Trainer) -> None:
 def _save_after_error(
     callback: ModelCheckpoint, trainer: Any, module: pl.LightningModule, error: BaseException
 ) -> None:
-    if not callback.save_on_exception or trainer.strategy.may_save:
+    if not callback.save_on_exception or trainer.strategy.may_save():
         type(callback).on_exception(callback, trainer, module, error)
 
 

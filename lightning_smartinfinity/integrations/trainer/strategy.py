@@ -313,11 +313,10 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         # discards.
         return {}
 
-    @property
     def may_save(self) -> bool:
-        """Whether a checkpoint may be saved now: while callbacks handle an error, only if all ranks do.
+        """Return whether a checkpoint may be saved now: while callbacks handle an error, only if all ranks do.
 
-        Reading it is collective then, unless it was read since the error.
+        The first call after an error is collective.
         """
         module = self.lightning_module
         if module is None or module.trainer.state.status is not TrainerStatus.INTERRUPTED:
@@ -328,12 +327,12 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if args[:1] != ("Trainer.save_checkpoint",) or self.may_save:
+        if args[:1] != ("Trainer.save_checkpoint",) or self.may_save():
             super().barrier(*args, **kwargs)
 
     @override
     def save_checkpoint(self, checkpoint: ClientState, filepath: str | Path, storage_options: Any = None) -> None:
-        if not self.may_save:
+        if not self.may_save():
             return
         check_save_path(filepath)
         if storage_options is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from lightning_smartinfinity.storage.folders.lock import try_lock
 
 __all__ = ["LockedFolder"]
 
@@ -33,7 +34,7 @@ class LockedFolder:
             with suppress(FileNotFoundError):  # another process has removed it before it was locked
                 self._descriptor: int | None = _open(self.path)
                 with suppress(OSError):  # the file system has no locks
-                    fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+                    try_lock(self._descriptor)
                 if self.path.is_dir():
                     return
                 os.close(self._descriptor)
@@ -47,13 +48,13 @@ class LockedFolder:
 
 
 def _remove_unlocked(folder: Path, names: tuple[str, ...]) -> None:
-    """Remove a folder and these files in it. Raises OSError if it is locked or has another file."""
+    """Remove a folder and these files in it, unless it is locked. Raises OSError if it has another file."""
     descriptor = _open(folder)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for name in names:
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
+        if try_lock(descriptor):
+            for name in names:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
     finally:
         os.close(descriptor)
 

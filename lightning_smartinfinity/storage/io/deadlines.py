@@ -123,9 +123,9 @@ class _Call(Generic[T]):
             self.asked = True
 
     def require_wanted(self) -> None:
-        """Raise if the call was given up, so that it does nothing more."""
+        """Raise if the call was abandoned, so that it does nothing more."""
         if self._abandoned:
-            raise StorageTimeoutError("The call was given up.", StorageTimeoutError.REMEDY)
+            raise StorageTimeoutError("The call was abandoned.", StorageTimeoutError.REMEDY)
 
     def abandon(self) -> bool:
         """Abandon the call unless it has returned; return whether it was abandoned. A later result is undone."""
@@ -172,7 +172,7 @@ def doing_now(doing: str, path: str | Path) -> Iterator[None]:
     """Begin a step of this thread's call: its error names the step, and its limit restarts. No effect outside a call.
 
     Raises:
-        StorageTimeoutError: The call was given up meanwhile and must do nothing more.
+        StorageTimeoutError: The call was abandoned meanwhile and must do nothing more.
     """
     call: _Call[object] | None = getattr(_own, "call", None)
     if call is None:
@@ -200,10 +200,10 @@ def in_time(
 ) -> T:
     """Call a function in another thread with a time limit, and return its result or raise its error.
 
-    A call that is given up continues to the end of its current step (:func:`doing_now`). Until it returns, later calls
+    A call that is abandoned continues to the end of its current step (:func:`doing_now`). Until it returns, later calls
     for the same folder are refused. Time during which the process was stopped, for example by a debugger, does not
     count. An exception from a signal handler, such as that of Ctrl-C, is raised once the call has returned or was
-    given up.
+    abandoned.
 
     With ``renews``, the limit restarts with each step, and whenever the disk completes a request. Where the system does
     not count completed requests, as for network file systems, each step has ten times the limit. The requests may be
@@ -251,7 +251,7 @@ def in_time(
         native.note_given_up(limit.waited)
         atexit.unregister(_hasten)
         atexit.register(_hasten)  # runs before all handlers of now
-        if _exit_handled:  # given up by a later exit handler, such as that of finalizers
+        if _exit_handled:  # abandoned by a later exit handler, such as that of finalizers
             _exit_beside_unreturned()
     if interrupt is not None:
         if not is_abandoned:
@@ -267,7 +267,7 @@ def in_time(
 
 
 def when_returned(function: Callable[[], object], *, since: float) -> None:
-    """Call a function once all calls that were given up have returned; at once if there are none.
+    """Call a function once all calls that were abandoned have returned; at once if there are none.
 
     Use it to release what such a call may still use: a lock, or a descriptor whose number another file would get.
 
@@ -290,7 +290,7 @@ def when_returned(function: Callable[[], object], *, since: float) -> None:
 
 
 def apart(function: Callable[[], object]) -> None:
-    """Call a function that may wait for a disk: in another thread while a call that was given up has not returned.
+    """Call a function that may wait for a disk: in another thread while a call that was abandoned has not returned.
 
     Use it in finalizers: they run in any thread, at any time. Errors of the function do not reach the caller.
     """
@@ -314,7 +314,7 @@ def _unreturned() -> list[str]:
 
 
 def _hasten() -> None:
-    """Make exit handlers and finalizers give up soon what they wait for."""
+    """Make exit handlers and finalizers soon abandon what they wait for."""
     if _unreturned():
         native.ask_to_end()
 

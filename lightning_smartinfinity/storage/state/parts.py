@@ -30,6 +30,7 @@ from lightning_smartinfinity.storage.records.training_record import damaged_trai
 from lightning_smartinfinity.storage.state.recovery import (
     committed_records,
     damaged_records,
+    has_steps,
     records_of,
     written_records,
 )
@@ -240,10 +241,9 @@ def _lost_records(folder: OpenFolder) -> str | None:
     made, removed = not notes.isdisjoint(TRAINING_NAMES), REMOVED in notes
     if not made or removed or any(folder.status(name) is not None for name in TRAINING_NAMES):
         return None
-    intact, problem = records_of(folder, read_manifest(folder))
     paths = " and ".join(repr(str(folder.path / name)) for name in TRAINING_NAMES)
-    has_steps = problem is not None or any(record.generation > 0 for record in intact)
-    return f"{paths} are missing, although the training has taken steps." if has_steps else None
+    are_missing = f"{paths} are missing, although the training has taken steps."
+    return are_missing if has_steps(folder, read_manifest(folder)) else None
 
 
 def require_files(folder: OpenFolder) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "damaged_beside",
     "damaged_records",
     "first_mismatch",
+    "has_steps",
     "newest_complete",
     "records_of",
     "require_recoverable",
@@ -259,9 +260,14 @@ def damaged_records(folder: OpenFolder, manifest: Manifest) -> list[str]:
     Raises:
         StorageError: A file cannot be read.
     """
+    steps = has_steps(folder, manifest)
+    return damaged_training_records(folder, identity=manifest.identity, has_steps=steps)
+
+
+def has_steps(folder: OpenFolder, manifest: Manifest) -> bool:
+    """Return whether a store's commit records show, or may have shown, a step. Raises as :func:`records_of`."""
     intact, problem = records_of(folder, manifest)
-    has_steps = problem is not None or any(record.generation > 0 for record in intact)
-    return damaged_training_records(folder, identity=manifest.identity, has_steps=has_steps)
+    return problem is not None or any(record.generation > 0 for record in intact)
 
 
 def _why_not(
