@@ -7,6 +7,9 @@ import math
 import pytest
 
 from lightning_smartinfinity.activations.tuning import tuner
+from tests.training.conftest import sigint
+
+__all__ = ["nothing_is_compared", "sigint"]
 
 
 @pytest.fixture(autouse=True)

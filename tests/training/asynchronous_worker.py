@@ -139,6 +139,8 @@ def fail_on_second_rank(root: Path) -> dict[str, Any]:
 
     def note(trainer: pl.Trainer, *_: Any) -> None:
         saw["step"] = trainer.global_step
+        jobs: Any = trainer.strategy.optimizers[0].rank_state.background._jobs
+        await_that(lambda: all(job.is_done or job.failure for job in jobs))
 
     saves = [Hook(1, save), Hook(SAVE_AT, lambda trainer: save_beside(trainer, root / "c.ckpt"))]
 
