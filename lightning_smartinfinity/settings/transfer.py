@@ -83,8 +83,7 @@ class TransferConfig:
             arithmetic, not storage, is the bottleneck, but they use cores that forward and backward need. Results do
             not depend on it.
         io_engine: ``"io_uring"`` (registered files and, if the limit on lockable memory allows it, registered buffers:
-            the least CPU time), ``"io_uring_sqpoll"`` (the same with a kernel thread that polls for requests and needs
-            a core of its own), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the
+            the least CPU time), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the
             page cache, whose pages are released at once: for file systems without direct I/O) or ``"auto"`` (io_uring
             if the system allows it, otherwise threads; plain for all folders if any of them lacks direct I/O).
         dram_cache_bytes: Size of the optimizer state per rank that stays in host memory: whole tasklets from the start
@@ -143,12 +142,17 @@ class TransferConfig:
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.io_engine, str) and self.io_engine == "io_uring_sqpoll":
+            raise ConfigError(
+                "TransferConfig(io_engine='io_uring_sqpoll') was removed: its kernel thread took a core of its own.",
+                "Use io_engine='io_uring'.",
+            )
         require(
             self,
             tasklet_bytes=optional(num_bytes(_MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES)),
             num_buffers=NUM_BUFFERS,
             compute_threads=between(1, MAX_THREADS),
-            io_engine=one_of("auto", "io_uring", "io_uring_sqpoll", "threads", "plain"),
+            io_engine=one_of("auto", "io_uring", "threads", "plain"),
             dram_cache_bytes=optional(optional(num_bytes(0), "auto")),
             gradient_bytes=optional(num_bytes(0), "auto"),
             parameter_bytes=optional(num_bytes(1), "auto"),

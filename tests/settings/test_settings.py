@@ -248,6 +248,7 @@ def test_a_mistake_in_a_dict_of_settings(strategy: Callable[..., Any], options: 
         ({"stage": 3, "offload_optimizer": True}, "always in ZeRO stage 3"),
         ({"stage": 3, "offload_optimizer": True}, "optimizer state is always in the folders of storage="),
         ({"stage": 3, "nvme_path": "/nvme"}, "Pass storage='/nvme'"),
+        ({"transfer": {"io_engine": "io_uring_sqpoll"}}, "Use io_engine='io_uring'."),
     ],
 )
 def test_a_misspelt_option(strategy: Callable[..., Any], options: dict[str, Any], words: str) -> None:

@@ -11,10 +11,9 @@ namespace smart_infinity {
 constexpr std::size_t kMaxThreads = 1024;
 
 enum class IoEngineKind {
-    kUring,        // io_uring with registered files and, if the limit on locked memory allows, buffers
-    kUringPolled,  // the same, with a kernel thread that polls for requests
-    kThreads,      // blocking calls in threads
-    kPlain,        // the same, and advises the page cache to write out and drop what was transferred
+    kUring,    // io_uring with registered files and, if the limit on locked memory allows, buffers
+    kThreads,  // blocking calls in threads
+    kPlain,    // the same, and advises the page cache to write out and drop what was transferred
 };
 
 enum class Direction { kRead, kWrite };

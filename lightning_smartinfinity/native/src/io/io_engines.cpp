@@ -12,8 +12,6 @@
 namespace smart_infinity {
 namespace {
 
-bool is_uring(IoEngineKind kind) { return kind == IoEngineKind::kUring || kind == IoEngineKind::kUringPolled; }
-
 std::unique_ptr<IoEngine> make_thread_pool(const IoOptions& options, PageCache page_cache) {
     return std::make_unique<ThreadPoolEngine>(options.threads, page_cache);
 }
@@ -24,7 +22,7 @@ std::unique_ptr<IoEngine> make_fastest(const IoOptions& options) {
                                       [](const StateFile& file) { return file.access() == Access::kBuffered; });
     if (buffered) return make_thread_pool(options, PageCache::kRelease);
     try {
-        return make_uring_engine(options.files, options.memory, false);
+        return make_uring_engine(options.files, options.memory);
     } catch (const SystemError&) {  // unavailable in this build or system, or the limit on rings is reached
         return make_thread_pool(options, PageCache::kKeep);
     }
@@ -36,8 +34,6 @@ const char* name_of(IoEngineKind kind) {
     switch (kind) {
         case IoEngineKind::kUring:
             return "io_uring";
-        case IoEngineKind::kUringPolled:
-            return "io_uring_sqpoll";
         case IoEngineKind::kThreads:
             return "threads";
         case IoEngineKind::kPlain:
@@ -54,8 +50,7 @@ IoEngineKind io_engine_named(const std::string& name) {
 }
 
 std::optional<std::string> unavailable(IoEngineKind kind) {
-    if (!is_uring(kind)) return std::nullopt;
-    return uring_unavailable(kind == IoEngineKind::kUringPolled);
+    return kind == IoEngineKind::kUring ? uring_unavailable() : std::nullopt;
 }
 
 std::unique_ptr<IoEngine> make_io_engine(const IoOptions& options) {
@@ -65,7 +60,7 @@ std::unique_ptr<IoEngine> make_io_engine(const IoOptions& options) {
     if (!options.kind) return make_fastest(options);
     const IoEngineKind kind = *options.kind;
     if (const auto reason = unavailable(kind)) throw SystemError(ENOSYS, std::string(name_of(kind)) + ": " + *reason);
-    if (is_uring(kind)) return make_uring_engine(options.files, options.memory, kind == IoEngineKind::kUringPolled);
+    if (kind == IoEngineKind::kUring) return make_uring_engine(options.files, options.memory);
     return make_thread_pool(options, kind == IoEngineKind::kPlain ? PageCache::kRelease : PageCache::kKeep);
 }
 

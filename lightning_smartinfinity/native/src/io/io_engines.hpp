@@ -11,8 +11,7 @@
 
 namespace smart_infinity {
 
-constexpr IoEngineKind kIoEngineKinds[] = {IoEngineKind::kUring, IoEngineKind::kUringPolled, IoEngineKind::kThreads,
-                                           IoEngineKind::kPlain};
+constexpr IoEngineKind kIoEngineKinds[] = {IoEngineKind::kUring, IoEngineKind::kThreads, IoEngineKind::kPlain};
 
 const char* name_of(IoEngineKind kind);
 IoEngineKind io_engine_named(const std::string& name);  // throws std::invalid_argument

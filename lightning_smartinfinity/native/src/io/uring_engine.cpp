@@ -8,9 +8,9 @@
 
 namespace smart_infinity {
 
-std::optional<std::string> uring_unavailable(bool) { return "this build found no liburing"; }
+std::optional<std::string> uring_unavailable() { return "this build found no liburing"; }
 
-std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>&, const MemoryRange&, bool) {
+std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>&, const MemoryRange&) {
     throw SystemError(ENOSYS, "io_uring: this build found no liburing");
 }
 
@@ -33,25 +33,20 @@ std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>&, const
 namespace smart_infinity {
 namespace {
 
-constexpr std::size_t kMaxInFlight = 127;  // requests in flight
-// Twice the requests in flight plus the wake-up: a kernel thread may have completed entries without returning them yet;
-// it returns them before it accepts entries that were queued meanwhile.
-constexpr unsigned kEntries = 2 * (kMaxInFlight + 1);
-constexpr double kLongestWait = 2e-4;  // seconds that queued requests may wait for handlers
-constexpr int kMaxAttempts = 10'000;   // a millisecond apart
+constexpr std::size_t kMaxInFlight = 127;        // requests in flight
+constexpr unsigned kEntries = kMaxInFlight + 1;  // one for each of them, and one for the wake-up
+constexpr double kLongestWait = 2e-4;            // seconds that queued requests may wait for handlers
+constexpr int kMaxAttempts = 10'000;             // a millisecond apart
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0};
 
 class UringEngine final : public IoEngine {
  public:
-    UringEngine(const std::vector<StateFile>& files, const MemoryRange& memory, bool polled)
-        : kind_(polled ? IoEngineKind::kUringPolled : IoEngineKind::kUring),
-          memory_(memory),
-          wake_(0),
-          in_flight_(kMaxInFlight) {
+    UringEngine(const std::vector<StateFile>& files, const MemoryRange& memory)
+        : memory_(memory), wake_(0), in_flight_(kMaxInFlight) {
         for (const StateFile& file : files) descriptors_.push_back(file.descriptor());
         for (std::size_t index = kMaxInFlight; index > 0; --index) free_.push_back(index - 1);
         const BlockedSignals blocked;
-        thread_ = std::thread([this, polled] { run(polled); });
+        thread_ = std::thread([this] { run(); });
         pthread_setname_np(thread_.native_handle(), "smart-inf-ring");
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [this] { return started_; });
@@ -82,7 +77,7 @@ class UringEngine final : public IoEngine {
         return usage;
     }
 
-    IoEngineKind kind() const override { return kind_; }
+    IoEngineKind kind() const override { return IoEngineKind::kUring; }
 
  private:
     struct Item {
@@ -105,10 +100,10 @@ class UringEngine final : public IoEngine {
         if (asleep_) wake_up();
     }
 
-    void run(bool polled) {
+    void run() {
         std::optional<UringRing> ring;
         try {
-            ring.emplace(kEntries, polled);
+            ring.emplace(kEntries);
             ring->probe();
         } catch (const SystemError& error) {
             set_up_error_ = error;
@@ -180,7 +175,7 @@ class UringEngine final : public IoEngine {
         free_.pop_back();
         in_flight_[index] = InFlight{item, Stopwatch{}};
         const IoRequest& request = item.request;
-        io_uring_sqe* const entry = io_uring_get_sqe(ring_);  // not null: there are more entries than requests
+        io_uring_sqe* const entry = io_uring_get_sqe(ring_);  // not null: each request in flight has an entry
         const auto bytes = static_cast<unsigned>(std::min(request.bytes, kMaxBytes));
         const int part = registered_part(request);
         const int file = registered_file(request.descriptor);
@@ -292,7 +287,6 @@ class UringEngine final : public IoEngine {
 
     static constexpr std::size_t kMaxBytes = std::size_t{1} << 30;  // in one entry, whose length has 32 bits
 
-    const IoEngineKind kind_;
     const MemoryRange memory_;
     std::vector<int> descriptors_;
     const EventDescriptor wake_;
@@ -320,18 +314,17 @@ class UringEngine final : public IoEngine {
 
 }  // namespace
 
-std::optional<std::string> uring_unavailable(bool polled) {
+std::optional<std::string> uring_unavailable() {
     try {
-        UringRing(kEntries, polled).probe();
+        UringRing(kEntries).probe();
         return std::nullopt;
     } catch (const SystemError& error) {
         return "the system refuses io_uring (" + error.code().message() + ")";
     }
 }
 
-std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>& files, const MemoryRange& memory,
-                                            bool polled) {
-    return std::make_unique<UringEngine>(files, memory, polled);
+std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>& files, const MemoryRange& memory) {
+    return std::make_unique<UringEngine>(files, memory);
 }
 
 }  // namespace smart_infinity

@@ -11,12 +11,18 @@
 namespace smart_infinity {
 namespace {
 
-constexpr unsigned kPollIdleMilliseconds = 50;
-
 int make_event(unsigned value) {
     const int descriptor = ::eventfd(value, EFD_CLOEXEC);
     if (descriptor < 0) throw SystemError(errno, "io_uring: eventfd");
     return descriptor;
+}
+
+// Returns an errno or 0. Newer kernels take less CPU time if only one thread submits and reaps. Older ones refuse these
+// flags.
+int set_up(io_uring& ring, unsigned num_entries) {
+    const unsigned flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
+    const int result = io_uring_queue_init(num_entries, &ring, flags);
+    return result == -EINVAL ? -io_uring_queue_init(num_entries, &ring, 0) : -result;
 }
 
 }  // namespace
@@ -25,8 +31,8 @@ EventDescriptor::EventDescriptor(unsigned value) : descriptor_(make_event(value)
 
 EventDescriptor::~EventDescriptor() { ::close(descriptor_); }
 
-UringRing::UringRing(unsigned num_entries, bool polled) {
-    const int error = set_up(num_entries, polled);
+UringRing::UringRing(unsigned num_entries) {
+    const int error = set_up(ring_, num_entries);
     if (error != 0) throw SystemError(error, "io_uring: io_uring_setup");
     (void)io_uring_ring_dontfork(&ring_);  // a forked child has no use for the ring
 }
@@ -46,19 +52,6 @@ void UringRing::probe() {
     const int read = completion->res;
     io_uring_cqe_seen(&ring_, completion);
     if (read < 0) throw SystemError(-read, "io_uring: IORING_OP_READ");
-}
-
-// Newer kernels take less CPU time if only one thread submits and reaps. Older ones refuse these flags.
-int UringRing::set_up(unsigned num_entries, bool polled) {
-    io_uring_params parameters{};
-    parameters.flags = IORING_SETUP_SINGLE_ISSUER | (polled ? IORING_SETUP_SQPOLL : IORING_SETUP_DEFER_TASKRUN);
-    parameters.sq_thread_idle = kPollIdleMilliseconds;
-    const int first = io_uring_queue_init_params(num_entries, &ring_, &parameters);
-    if (first != -EINVAL) return -first;
-    parameters = {};
-    parameters.flags = polled ? IORING_SETUP_SQPOLL : 0;
-    parameters.sq_thread_idle = kPollIdleMilliseconds;
-    return -io_uring_queue_init_params(num_entries, &ring_, &parameters);
 }
 
 }  // namespace smart_infinity

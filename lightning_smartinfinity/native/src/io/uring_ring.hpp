@@ -21,8 +21,7 @@ class EventDescriptor {
 // A ring of the kernel. Its descriptor is close-on-exec, and its memory is not mapped in a forked child.
 class UringRing {
  public:
-    // Throws SystemError. If `polled`, a kernel thread polls for requests.
-    UringRing(unsigned num_entries, bool polled);
+    explicit UringRing(unsigned num_entries);  // throws SystemError
     ~UringRing() { io_uring_queue_exit(&ring_); }
     UringRing(const UringRing&) = delete;
     UringRing& operator=(const UringRing&) = delete;
@@ -33,8 +32,6 @@ class UringRing {
     void probe();
 
  private:
-    int set_up(unsigned num_entries, bool polled);
-
     io_uring ring_{};
 };
 
