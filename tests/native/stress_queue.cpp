@@ -249,7 +249,7 @@ class Scenario {
         }
     }
 
-    // A request that is never answered is given up, and keeps its memory until it returns.
+    // A request that is never answered is abandoned, and keeps its memory until it returns.
     void abandon() {
         const auto memory = std::make_shared<HostBuffer>(kBlockBytes);
         const auto hold = std::make_shared<Hold>(Direction::kWrite, 0, 1);
@@ -265,7 +265,7 @@ class Scenario {
                 hold->release();
             });
             const auto failure = queue.wait(ticket);
-            require(failure && failure->kind == FailureKind::kTimeout, "it was not given up", seed_);
+            require(failure && failure->kind == FailureKind::kTimeout, "it was not abandoned", seed_);
             late.join();
             while (queue.busy()) std::this_thread::yield();
         }

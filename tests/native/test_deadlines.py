@@ -35,7 +35,7 @@ from lightning_smartinfinity.native import (
     ask_to_end,
     ending_seconds,
     io_engines,
-    note_given_up,
+    note_abandoned,
 )
 from lightning_smartinfinity.storage.io import scheduling
 from tests.helpers.fresh_python import fresh_environment
@@ -286,7 +286,7 @@ def test_calls_and_requests_ask_the_same_clock(tmp_path: Path) -> None:
     hold = Hold(queue, read_at=0)
     ask_to_end()
     assert ending_seconds() == FIRST
-    note_given_up(LIMIT)
+    note_abandoned(LIMIT)
     assert ending_seconds() == LATER
     failure = queue.wait(queue.read(file_of(tmp_path), offset=0, address=memory.address, nbytes=BLOCK))
     assert failure is not None and failure.message.endswith("did not return within 1 s")

@@ -222,7 +222,7 @@ def test_a_process_that_is_to_end(
     monkeypatch.setattr(calls, "completed_requests", lambda _: next(numbers))
     request.addfinalizer(native.take_back_ask_to_end)
     waited: list[float] = []
-    monkeypatch.setattr(native, "note_given_up", waited.append)
+    monkeypatch.setattr(native, "note_abandoned", waited.append)
     native.ask_to_end()
     with pytest.raises(StorageTimeoutError):
         in_time(disk.answers.wait, doing="Flushing", path=tmp_path / "a", seconds=0.5)

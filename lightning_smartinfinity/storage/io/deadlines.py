@@ -248,7 +248,7 @@ def in_time(
     if is_abandoned:
         with _abandoned_lock:
             _abandoned.append(call)  # type: ignore[arg-type]
-        native.note_given_up(limit.waited)
+        native.note_abandoned(limit.waited)
         atexit.unregister(_hasten)
         atexit.register(_hasten)  # runs before all handlers of now
         if _exit_handled:  # abandoned by a later exit handler, such as that of finalizers

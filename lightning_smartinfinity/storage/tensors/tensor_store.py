@@ -207,7 +207,7 @@ class TensorStore:
     def release_ended(self) -> None:
         """Release the memory of the oldest transfers that have ended, because an interrupt may have lost tickets."""
         while (oldest := self._oldest()) is not None and self.core.done(oldest):
-            if self.core.counters().num_given_up:  # they count as ended, but their memory is in use
+            if self.core.counters().num_abandoned:  # they count as ended, but their memory is in use
                 return
             self._release(oldest)
 
@@ -222,7 +222,7 @@ class TensorStore:
             StorageTimeoutError: The disk does not answer.
         """
         self.core.close()
-        if self.core.counters().num_given_up:
+        if self.core.counters().num_abandoned:
             _NEVER_FREED.append(self._unfinished)
         self._unfinished = {}
         self._calls("Closing", Path(self.path), self._files.close)

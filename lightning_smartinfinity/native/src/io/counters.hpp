@@ -27,7 +27,7 @@ struct Counters {
     std::uint64_t written_bytes = 0;
     std::uint64_t read_calls = 0;
     std::uint64_t write_calls = 0;
-    std::uint64_t num_given_up = 0;        // requests that did not return in time, or were refused after such a request
+    std::uint64_t num_abandoned = 0;       // requests that did not return in time, or were refused after such a request
     std::uint64_t cached_read_bytes = 0;   // bytes of resident tasklets that were not read from storage
     std::uint64_t cached_write_bytes = 0;  // bytes of resident tasklets that were not written to storage
     double read_seconds = 0;
@@ -49,7 +49,7 @@ struct Counters {
         (read ? read_bytes : written_bytes) += bytes;
         (read ? read_calls : write_calls) += 1;
         (read ? read_seconds : write_seconds) += result.seconds;
-        num_given_up += result.transferred == kNotReturned ? 1 : 0;
+        num_abandoned += result.transferred == kNotReturned ? 1 : 0;
     }
 };
 

@@ -41,7 +41,7 @@ using IoWaitTable = std::array<std::array<IoWaits, kNumIoClasses>, kNumIoClasses
 // flight. Within a class they start in the order of submission. A request larger than the limit runs alone.
 //
 // An abandoned request no longer counts. Requests that waited for it start, and their time counts from the last return
-// of any request (IoRequest::since): so all engines give up a device that does not answer at about the same time.
+// of any request (IoRequest::since): so all engines abandon a device that does not answer at about the same time.
 //
 // A caller may hold a mutex that its CompletionHandler locks: handlers are called without the scheduler's mutex.
 class IoScheduler {

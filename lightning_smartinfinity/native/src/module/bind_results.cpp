@@ -36,7 +36,7 @@ void bind_counters(nb::module_& m) {
         .def_ro("written_bytes", &PythonCounters::written_bytes)
         .def_ro("read_calls", &PythonCounters::read_calls)
         .def_ro("write_calls", &PythonCounters::write_calls)
-        .def_ro("num_given_up", &PythonCounters::num_given_up, "Requests that did not return in time.")
+        .def_ro("num_abandoned", &PythonCounters::num_abandoned, "Requests that did not return in time.")
         .def_ro("cached_read_bytes", &PythonCounters::cached_read_bytes, "Resident bytes that were not read.")
         .def_ro("cached_write_bytes", &PythonCounters::cached_write_bytes, "Resident bytes that were not written.")
         .def_ro("shared_read_bytes", &PythonCounters::shared_read_bytes, "Bytes from a card to the host.")
@@ -94,7 +94,7 @@ void bind_ask_to_end(nb::module_& m) {
     m.def(
         "ask_to_end", &ask_to_end,
         "Announce that the process is to end, as after Ctrl-C. For ten seconds from now, requests to storage devices\n"
-        "that do not return are given up after ending_seconds(), instead of after their own limit.");
+        "that do not return are abandoned after ending_seconds(), instead of after their own limit.");
     m.def("take_back_ask_to_end", &take_back_ask_to_end,
           "Cancel ask_to_end(), because the storage has answered since. Requests have their own limit again.");
     m.def(
@@ -105,17 +105,17 @@ void bind_ask_to_end(nb::module_& m) {
             return std::chrono::duration<double>(limit->time).count();
         },
         "Return how long a wait for a storage device may last, or None if the process was not asked to end.\n\n"
-        "It is three seconds until the first wait is given up. All later ones share one second.");
+        "It is three seconds until the first wait is abandoned. All later ones share one second.");
     m.def(
-        "note_given_up",
+        "note_abandoned",
         [](double seconds) {
             using Duration = EndingClock::Clock::duration;
             const auto waited = std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
             note_abandoned(EndingClock::Clock::now() - waited);
         },
-        "seconds"_a, "Record that a wait for a storage device was given up after `seconds`.");
+        "seconds"_a, "Record that a wait for a storage device was abandoned after `seconds`.");
     m.def("num_abandoned_calls", &num_abandoned_calls,
-          "Return how many requests and calls of this core were given up and have not returned.");
+          "Return how many requests and calls of this core were abandoned and have not returned.");
     m.def(
         "keep_at_exit",
         [](nb::object kept) { keep_for_ever(std::shared_ptr<void>(kept.release().ptr(), [](void*) {})); }, "kept"_a,
