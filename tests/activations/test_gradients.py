@@ -20,6 +20,7 @@ from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit, Mem
 from tests.activations.chains import chain
 from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
 from tests.helpers.long_cases import long_but
+from tests.helpers.tensors import differing
 
 DELAYS = {"max_delay_us": 300, "short_transfer_every": 3}
 ROOMY, TIGHT = everything(), everything(host_bytes=16 * 1024, budget_bytes=32 * 1024)
@@ -28,7 +29,7 @@ ROOMY, TIGHT = everything(), everything(host_bytes=16 * 1024, budget_bytes=32 * 
 def assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
     assert [list(step) for step in found] == [list(step) for step in expected]
     for one, other in zip(found, expected, strict=True):
-        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+        assert differing(one, other) == []
 
 
 @pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])

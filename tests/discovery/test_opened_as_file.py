@@ -23,6 +23,7 @@ from lightning_smartinfinity.cli import main
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.universal import convert_by_command
 from tests.helpers.waiting import PROCESS_LIMIT
@@ -122,7 +123,7 @@ def test_a_folder_that_someone_finds(
     assert name == "smart-infinity" and main(arguments) == 0
     module = LitTiny.load_from_checkpoint("module.ckpt", recipe=RECIPE)
     saved = torch.load("module.ckpt", weights_only=False)["state_dict"]
-    assert all(torch.equal(values, saved[key]) for key, values in module.state_dict().items())
+    assert_equal(module.state_dict(), saved)
 
 
 @pytest.mark.parametrize("universal", [False, True])

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.examples.conftest import EXAMPLES
 from tests.examples.folders import CHATS, MARKED, UNMARKED, make_chat_model, make_encoder, make_tokenizer, write_chats
+from tests.helpers.tensors import assert_equal
 
 Run = Callable[..., str]
 Example = Callable[[str], ModuleType]
@@ -257,8 +258,7 @@ def test_trains_resumes_and_exports(run_example: Run, folder: Path) -> None:
     resume = ("--run-dir", "runs/whole", "--resume", "runs/whole/checkpoints/step=2.ckpt")
     rest = run_example(*command, "resumed", *OPTIONS, *resume)
     assert losses(rest)[6] == found[6]
-    expected = weights(folder / "whole")
-    assert all(torch.equal(value, expected[name]) for name, value in weights(folder / "resumed").items())
+    assert_equal(weights(folder / "resumed"), weights(folder / "whole"))
     checkpoints = folder / "runs/whole/checkpoints"
     assert (checkpoints / "last.ckpt").resolve().name == "step=6.ckpt" and not list(checkpoints.glob("*-v1*"))
     refused = run_example(*command, "whole", *OPTIONS, status=1)

@@ -37,6 +37,7 @@ from tests.helpers.damage import flip_bit_behind
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
+from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import quiet_trainer
 from tests.storage.makers import flip
 
@@ -101,7 +102,7 @@ def test_lightning_loads_a_file_of_masters(trained: Train, tmp_path: Path) -> No
     loaded = LitModel.load_from_checkpoint(exported(training.checkpoint, tmp_path / "lit.ckpt", "--to", "lightning"))
     assert loaded.hparams == training.module.hparams and int(loaded.seen) == 3
     params = dict(loaded.inner.model.named_parameters(remove_duplicate=False))
-    assert all(torch.equal(params[name], master) for name, master in training.masters.items())
+    assert_equal(params, training.masters)
     assert params["lm_head.weight"] is params["transformer.wte.weight"]
     assert torch.load(tmp_path / "lit.ckpt", weights_only=True)["global_step"] == 2
     export(training.checkpoint, tmp_path / "bf16.ckpt", to="lightning", dtype="bf16")

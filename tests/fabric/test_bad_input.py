@@ -22,7 +22,7 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
 from tests.fabric.worker import quiet_fabric
-from tests.training.test_bad_input import refused
+from tests.helpers.refusals import refused
 
 
 @pytest.fixture(scope="module")

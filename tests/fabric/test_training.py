@@ -19,10 +19,10 @@ from tests.helpers import reference
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe
 from tests.helpers.ranks import on_ranks
+from tests.helpers.refusals import refused
 from tests.helpers.trainers import fit
 from tests.helpers.universal import convert
 from tests.training.small import Small
-from tests.training.test_bad_input import refused
 from tests.training.test_parity import assert_near
 from tests.training.test_resume import assert_same
 from tests.training.worker import Outcome

@@ -27,6 +27,7 @@ from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
+from tests.helpers.tensors import differing
 from tests.helpers.trainers import quiet_trainer
 from tests.training.small import Small
 
@@ -65,7 +66,7 @@ def test_a_fit_goes_on_from_it(archive: str, kind: str, folder: Path, attack: At
     for source in sources:
         expected, found = torch.load(folder / "values.pt"), torch.load(folder / f"{source}.pt")
         assert found.pop("step") == expected.pop("step") == STEPS
-        assert [name for name, values in expected.items() if not torch.equal(found[name], values)] == [], source
+        assert differing(found, expected) == [], source
     for source in filter(POSITIONS.get(archive, ["storage"]).__contains__, sources):
         assert torch.load(folder / f"{source} batches.pt") == torch.load(folder / "batches.pt")[STEPS:], source
     attack("upgrade, then a resume from storage or a checkpoint", tries=len(sources), outcome="resumed to the bit")
@@ -110,8 +111,7 @@ def test_it_is_exported(archive: str, kind: str, folder: Path) -> None:
         if (folder / "export.ckpt").exists():
             assert main(["scrub", str(folder / export), "--quiet"]) == 0
     expected, found = (load_file(folder / name / "model.safetensors") for name in ("export", "now"))
-    assert found.keys() == expected.keys()
-    assert [name for name, values in expected.items() if not torch.equal(found[name], values)] == []
+    assert differing(found, expected) == []
 
 
 # ---- the content of a record changes only together with its format version

@@ -26,6 +26,7 @@ from tests.helpers.model_folder import make_model_folder
 from tests.helpers.models import Recipe
 from tests.helpers.processes import REPOSITORY
 from tests.helpers.runif import RunIf
+from tests.helpers.tensors import assert_equal
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.huggingface.trained import BATCH, STEPS
 from tests.training import worker as trainer_worker
@@ -88,7 +89,7 @@ def test_a_resume_is_exact(tmp_path: Path) -> None:
     (straight,) = launch(run)
     (resumed,) = launch(dataclasses.replace(run, out=str(tmp_path / "resumed"), resume=saved, transfer=ring))
     assert resumed.losses == straight.losses[3:]
-    assert all(torch.equal(straight.masters[name], resumed.masters[name]) for name in straight.masters)
+    assert_equal(resumed.masters, straight.masters)
 
 
 def run_of(out: Path, name: str, *, overlap: str, delays: int | None, transfer: dict[str, Any]) -> Run:
@@ -176,7 +177,7 @@ def test_a_training_is_the_same_wherever_is_selected(offload: dict[str, Any], tm
         for exact in (True, False)
     )
     assert by_device.losses == by_host.losses
-    assert all(torch.equal(by_device.masters[name], master) for name, master in by_host.masters.items())
+    assert_equal(by_device.masters, by_host.masters)
 
 
 # ---- from storage, after a kill

@@ -25,6 +25,7 @@ from tests.helpers.damage import flip_bit
 from tests.helpers.long_cases import long_but
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.plain import assert_alike
+from tests.helpers.tensors import differing
 from tests.huggingface.trained import (
     LENGTH,
     STEPS,
@@ -39,12 +40,6 @@ from tests.huggingface.trained import (
     train_in_lightning,
     weights_in,
 )
-
-
-def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names that only one has, or whose tensors differ."""
-    same = (name for name in one.keys() & other.keys() if torch.equal(one[name], other[name]))
-    return sorted((one.keys() | other.keys()).difference(same))
 
 
 def bf16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

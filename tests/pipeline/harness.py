@@ -28,6 +28,7 @@ from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.settings import GradientCodec, TransferConfig
 from lightning_smartinfinity.storage import StoreDescription, create_store, recover_store
+from tests.helpers.tensors import assert_equal
 
 # (numel, padding, group, sub-group): tiny ones that share a tasklet, large ones that span several.
 SHAPES = (
@@ -308,15 +309,3 @@ def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
     if "betas" not in first:
         return
     first["betas"] = (0.85, 0.995) if step >= 2 else first.setdefault("initial_betas", first["betas"])
-
-
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Assert that two states are equal bit for bit."""
-    assert actual.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(bits(actual[name]), bits(expected[name])), name
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes, so that NaNs and signs of zeros are compared too."""
-    return tensor.contiguous().unsqueeze(-1).view(torch.uint8)  # a scalar, too

@@ -13,7 +13,8 @@ import torch
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.pipeline.state.convert import convert_store
-from tests.pipeline.harness import Case, Run, assert_equal, gradient_of, running
+from tests.helpers.tensors import assert_equal
+from tests.pipeline.harness import Case, Run, gradient_of, running
 
 
 class HomemadeAdamW(torch.optim.AdamW):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_smartinfinity import SmartInfinityError
 from lightning_smartinfinity.native import io_engines
@@ -22,6 +21,7 @@ from tests.helpers.attacks import Attack
 from tests.helpers.damage import BLOCK_BYTES, flip_bit, lose_block, misplace_block
 from tests.helpers.models import Recipe
 from tests.helpers.runif import RunIf
+from tests.helpers.tensors import assert_equal
 from tests.helpers.waiting import LIMIT, lenient
 from tests.reliability.faults import CARD, FAULTS, FaultyDisk, Place, trained, undisturbed
 from tests.storage.makers import commit_generation, create
@@ -202,8 +202,7 @@ def test_checkpoint(tmp_path: Path, checkpoints: Path, attack: Attack, kind: str
         else:
             outcome = SAME
             assert module.losses == expected.losses
-            assert found.masters.keys() == recorder.masters.keys()
-            assert all(torch.equal(found.masters[key], recorder.masters[key]) for key in found.masters)
+            assert_equal(found.masters, recorder.masters)
         finally:
             file.write_bytes(content)
         what = "a checkpoint" if kind == "ordinary" else "a universal checkpoint"

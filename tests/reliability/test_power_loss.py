@@ -24,6 +24,7 @@ from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.power_loss import Disk, RecordedDisk, content, observed
+from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit
 from tests.huggingface.trained import arguments, dataset, load
 from tests.pipeline.harness import Case, Run, running
@@ -196,9 +197,7 @@ def assert_found(disk: Disk, folder: Path, case: Case, expected: dict[str, torch
         disk.after_power_loss() as found,
         running(found / folder.relative_to(disk.folder), case, recover=True) as run,
     ):
-        state = stored(run)
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(state[key], expected[key]) for key in expected)
+        assert_equal(stored(run), expected)
 
 
 def test_the_disks_lose_what_is_not_flushed(disk: Disk) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -37,27 +36,12 @@ from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
 from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 from tests.helpers import trainers
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.refusals import assert_helpful, refused
 
 
 def fit(module: pl.LightningModule, strategy: SmartInfinityStrategy, root: Path, **trainer: Any) -> pl.Trainer:
     """Fit for one step in fp32."""
     return trainers.fit(module, root, strategy, **{"precision": "32-true", "max_steps": 1, **trainer})
-
-
-def assert_helpful(error: SmartInfinityError, *values: str) -> None:
-    """Assert that the message names the values at fault and ends in a remedy."""
-    assert error.remedy.endswith("."), error
-    for value in values:
-        assert value in str(error), f"{value!r} is not named in: {error}"
-
-
-@contextmanager
-def refused(kind: Any, *values: str, match: str | None = None, remedy: str = "") -> Iterator[None]:
-    """Assert that an error of ours is raised within, which names the values and has these words in its remedy."""
-    with pytest.raises(kind, match=match) as caught:
-        yield
-    assert_helpful(caught.value, *values)
-    assert remedy in caught.value.remedy
 
 
 def free_bytes(count: int) -> Any:

@@ -41,6 +41,7 @@ from tests.helpers import reference
 from tests.helpers.card_runs import setup_of
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.waiting import LIMIT
 from tests.reliability.faults import Interrupted, same
@@ -118,7 +119,7 @@ def test_overlap_and_resume_change_no_bit(
     assert_same(result(run), (expected, expected_masters))
     (losses, _, _), masters = result(dataclasses.replace(run, out=str(tmp_path / "resumed"), resume=str(checkpoint)))
     assert losses == expected[0][2 * BASE.accumulate :]
-    assert all(torch.equal(masters[parameter], master) for parameter, master in expected_masters.items())
+    assert_equal(masters, expected_masters)
 
 
 def select_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ from lightning_smartinfinity import SmartInfinityStrategy, UnsupportedError
 from lightning_smartinfinity.zero3.parameters import gather_on_use, pretrained
 from tests.helpers.initialised import WIDTH, Initialised, Table
 from tests.helpers.ranks import on_ranks
+from tests.helpers.refusals import refused
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
-from tests.training.test_bad_input import refused
 
 
 class Built(pl.LightningModule):

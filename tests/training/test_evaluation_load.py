@@ -31,9 +31,9 @@ from lightning_smartinfinity.export.from_checkpoint import ExportSettings, expor
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.ranks import on_ranks
+from tests.helpers.refusals import refused
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.universal import convert
-from tests.training.test_bad_input import refused
 
 RECIPE = Recipe(precision="bf16-mixed", groups=True, frozen=True, odd=True, validate=True)
 

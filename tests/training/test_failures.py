@@ -40,12 +40,13 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.processes import run_module
 from tests.helpers.ranks import on_ranks
+from tests.helpers.refusals import refused
+from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.stock.situations import error_of
 from tests.stock.systems import Hook
 from tests.training.asynchronous_worker import TRANSFER, contents
 from tests.training.rank_worker import CASES
-from tests.training.test_bad_input import refused
 from tests.training.worker import Recorder, Run, each_rank, train
 
 RECIPE = Recipe(precision="bf16-mixed", max_steps=6)
@@ -267,7 +268,7 @@ def assert_ends_alike(resumed: LitTiny, recorder: Recorder, straight: Straight, 
     """Assert that a training which goes on after some steps has the bits of the one to which nothing happens."""
     losses, masters = straight
     assert resumed.losses == losses[after:]
-    assert all(torch.equal(recorder.masters[name], master) for name, master in masters.items())
+    assert_equal(recorder.masters, masters)
 
 
 def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(

@@ -26,9 +26,9 @@ from tests.helpers.plain import (
     assert_fits_like_plain_lightning,
     assert_like_plain_lightning,
 )
+from tests.helpers.refusals import refused
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.small import Small, assert_as_in_memory, changed
-from tests.training.test_bad_input import refused
 
 
 class Manual(Everything):

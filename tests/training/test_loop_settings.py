@@ -17,9 +17,9 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.ranks import on_ranks
+from tests.helpers.refusals import refused
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.stock.systems import Hook
-from tests.training.test_bad_input import refused
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fast_dev_run": {"fast_dev_run": 2},

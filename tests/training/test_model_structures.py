@@ -23,6 +23,8 @@ from lightning_smartinfinity.zero3.setup.validation import check_model
 from tests.helpers.hard_modules import WIDTH, Case, Reused, Shapes, Stack, Trained, TwoBackwards
 from tests.helpers.long_cases import long_but
 from tests.helpers.ranks import on_ranks
+from tests.helpers.refusals import refused
+from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.model_runs import (
     CASES,
@@ -36,7 +38,6 @@ from tests.training.model_runs import (
     trainer_for,
 )
 from tests.training.small import Small
-from tests.training.test_bad_input import refused
 
 # Two processes train these in turn.
 LONG = {
@@ -190,8 +191,7 @@ def test_resuming_keeps_every_count(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "three.ckpt")
     resumed = train_near_storage(case, tmp_path / "resumed", ckpt_path=str(tmp_path / "three.ckpt"))
     assert resumed.steps == straight.steps and resumed.losses == straight.losses[3 * case.accumulate :]
-    for name, master in straight.masters.items():
-        assert torch.equal(resumed.masters[name], master), name
+    assert_equal(resumed.masters, straight.masters)
 
 
 class Compiled(Stack):

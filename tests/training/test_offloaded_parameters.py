@@ -29,10 +29,10 @@ from tests.helpers import native_testing as testing
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.refusals import refused
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.unnamed import unnamed_files
 from tests.training.actions import does
-from tests.training.test_bad_input import refused
 from tests.training.test_misuse import Evaluated
 from tests.training.test_overlap import NVME, SMALL_RING, assert_same, result
 from tests.training.worker import Run, each_rank, prepared, train

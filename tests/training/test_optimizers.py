@@ -22,10 +22,10 @@ from lightning_smartinfinity import ConfigError, UnsupportedError
 from tests.helpers import reference
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.refusals import refused
+from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit, quiet_trainer
-from tests.pipeline.harness import assert_equal
 from tests.training.actions import does
-from tests.training.test_bad_input import refused
 from tests.training.test_overlap import SMALL_RING, assert_same, result
 from tests.training.test_parity import assert_near
 from tests.training.worker import Run

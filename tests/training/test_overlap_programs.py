@@ -24,8 +24,8 @@ from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 from tests.helpers import native_testing as testing
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import quiet_trainer
-from tests.pipeline.harness import assert_equal
 from tests.pipeline.wandering import Wandering
 from tests.training import actions
 from tests.training.actions import Action

@@ -19,10 +19,11 @@ from tests.helpers import reference
 from tests.helpers.hard_modules import grouped
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.refusals import refused
+from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import assert_same_tensors, convert_by_command
-from tests.pipeline.harness import assert_equal
-from tests.training.test_bad_input import fit, refused
+from tests.training.test_bad_input import fit
 from tests.training.worker import Outcome, Run, launch, train
 
 # Together the usual ones are all.

@@ -22,9 +22,9 @@ from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.pipeline import handler
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
+from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.unnamed import unnamed_files
-from tests.pipeline.harness import assert_equal
 from tests.pipeline.wandering import Wandering
 from tests.training.actions import does
 from tests.training.test_overlap import BUCKET, CASES, NVME, SMALL_RING, assert_same, result

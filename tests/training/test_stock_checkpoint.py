@@ -34,9 +34,9 @@ from tests.helpers.hostile import assert_plain, files_in
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
+from tests.helpers.refusals import refused
 from tests.helpers.universal import convert, convert_by_command
 from tests.stock.checkpoint_worker import KINDS, NUM_STEPS, SAVE_AT
-from tests.training.test_bad_input import refused
 from tests.training.test_parity import LOSS_TOLERANCE
 
 TORCH_DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

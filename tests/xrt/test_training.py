@@ -34,6 +34,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
+from tests.helpers.tensors import differing
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT, lenient
 from tests.training.test_compression import select_on_cpu
@@ -101,8 +102,7 @@ def assert_same(module: Reporting, expected: Reporting) -> None:
 def same_arrays(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> bool:
     """Return whether all arrays are equal bit for bit."""
     return len(found) == len(expected) and all(
-        mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs)
-        for mine, theirs in zip(found, expected, strict=True)
+        differing(mine, theirs) == [] for mine, theirs in zip(found, expected, strict=True)
     )
 
 
