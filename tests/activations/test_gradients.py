@@ -370,7 +370,7 @@ def with_a_pause(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [that_depends_on_values, with_a_pause])
 @pytest.mark.parametrize("is_within", [False, True])
 def test_code_between_graphs(tmp_path: Path, function: Callable[[torch.Tensor], torch.Tensor], is_within: bool) -> None:
-    """Saved tensors move, and nothing is left, whether the offloading is entered around compiled code or within it."""
+    """All saved tensors are offloaded and freed, if the offloading begins around compiled code or within it."""
 
     def step(x: torch.Tensor, activations: OffloadedActivations) -> torch.Tensor:
         with activations.forward():

@@ -138,7 +138,7 @@ def test_a_module_with_its_own_pickling_is_copied(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.seam("moves_module: nothing is gathered", "torch.nn.Module._apply calls functions from its module.")
 def test_moving_a_module_keeps_its_parameters(trained: LitTiny) -> None:
-    """Module.to and its like leave parameters that ZeRO-3 still knows, which GatheredParameters still gathers."""
+    """After Module.to and similar calls, ZeRO-3 still manages the parameters, and GatheredParameters gathers them."""
     model = trained.model
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         expected = weight_of(trained).detach().clone()

@@ -120,11 +120,9 @@ def test_rates_and_momenta_are_monitored_without_a_scheduler(optimizer: str, tmp
     )
 
 
-@pytest.mark.seam(
-    "copies share the module", "They get ``log`` and log_dict early; copy.deepcopy asks for __deepcopy__."
-)
+@pytest.mark.seam("copies share the module", "They get ``log`` and log_dict early; copy.deepcopy calls __deepcopy__.")
 def test_callbacks_are_copied_within_a_fit(tmp_path: Path) -> None:
-    """Copies are as with plain Lightning. Trainers that they refer to are copies, too, which share the one training."""
+    """Copies behave as with plain Lightning. Trainers to which they refer are copied, too, and share the training."""
 
     def scenario(make: Any, root: Path) -> Any:
         early: list[Any] = []
@@ -279,7 +277,7 @@ def find_size_in_fit(trainer: pl.Trainer, module: Tuned) -> Any:
 )
 @pytest.mark.parametrize("find", [find_rate_by_tuner, find_size_by_tuner, find_rate_in_fit, find_size_in_fit])
 def test_a_search(find: Callable[[pl.Trainer, Tuned], Any], tmp_path: Path) -> None:
-    """It finds what plain Lightning finds, and the training that follows begins from the first weights."""
+    """The search finds what plain Lightning finds, and the training after it begins from the initial weights."""
 
     def scenario(make: Any, root: Path) -> Any:
         module, trainer = Tuned(), make(max_steps=4)

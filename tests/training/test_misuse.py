@@ -1,4 +1,4 @@
-"""Calls, options and modules that make no sense raise our own error; several fits in a row, and what follows a fit."""
+"""Impossible calls, options and modules raise our own error; several fits in a row, and calls after a fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ from tests.training.actions import does
 RECIPE = Recipe(precision="bf16-mixed", depth=1)
 
 
-@pytest.mark.seam("SmartInfinityStrategy says if `configure_optimizers` returned None", "_MockOptimizer of Lightning.")
+@pytest.mark.seam(
+    "SmartInfinityStrategy reports if `configure_optimizers` returned None", "_MockOptimizer of Lightning."
+)
 def test_saving_after_a_fit_that_failed_in_set_up(tmp_path: Path) -> None:
     """There is nothing to save, and nothing is written."""
     trainer, module = quiet_trainer(tmp_path), LitTiny(RECIPE)

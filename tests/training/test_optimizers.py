@@ -321,10 +321,10 @@ def global_hooks() -> Iterator[list[str]]:
 )
 @pytest.mark.parametrize(("case", "manual"), [("hooks", False), *((case, True) for case in WORKS)])
 def test_it_trains_as_in_memory(case: str, manual: bool, global_hooks: list[str], tmp_path: Path) -> None:
-    """Losses and what hooks see are those of plain torch, and its global hooks are called once a step.
+    """Losses and the arguments of hooks are those of plain torch, and its global hooks are called once a step.
 
     Manual loops pass closures, and zero gradients in place. Hooks before the step are called after the closure, as
-    torch's GradScaler calls them in fp16. The optimizers of everyday code have hooks and an earlier state in each door.
+    torch's GradScaler calls them in fp16. Optimizers may have hooks, an earlier state and changed settings.
     """
     make, during = WORKS[case]
     ours, plain = (trained(make, during, tmp_path, ours=is_ours, manual=manual) for is_ours in (True, False))

@@ -1,4 +1,4 @@
-"""Updates beside the next forward or within backward: whatever reads the state or fails meanwhile, no bit changes."""
+"""Updates during the next forward or within backward: no reader of the state and no failure changes a bit."""
 
 from __future__ import annotations
 

@@ -235,9 +235,9 @@ def check(name: str, root: Path, breaks: list[int] | None, points: list[Point] |
     ],
 )
 def test_every_loader_goes_on(name: str, breaks: list[int] | None, points: list[Point] | None, tmp_path: Path) -> None:
-    """Whatever feeds a fit, and wherever in an epoch it stops, a process with another seed goes on with its batches.
+    """With every loader, and after a stop anywhere in an epoch, a process with another seed continues with its batches.
 
-    So it does from a checkpoint, whichever hook saves it, with the batch that the fit had not finished.
+    The same holds for a checkpoint that any hook saves; it then repeats the unfinished batch.
     """
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""If ranks do something else, both say where they are; how ranks meet, and what SIGTERM does to a wait and a save."""
+"""If ranks do different things, each reports its place; how ranks meet, and what SIGTERM does to a wait and a save."""
 
 from __future__ import annotations
 

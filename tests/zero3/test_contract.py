@@ -207,7 +207,7 @@ def test_private_gradient_map_is_only_read_where_overridden() -> None:
     assert users <= replaced | not_entered
 
 
-@pytest.mark.seam("which slice is this rank's")
+@pytest.mark.seam("finding this rank's slice")
 def test_rank_of_a_partition_is_asked_of_the_optimizer() -> None:
     """The optimizer's _get_param_partition_rank takes a parameter."""
     parameters = passed(DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank)
@@ -262,7 +262,7 @@ def test_the_offload_asks_the_first_parameter_for_its_dtype() -> None:
 
 @pytest.mark.seam("a training after the process groups were destroyed")
 def test_deepspeed_keeps_its_groups_until_they_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    """deepspeed.utils.groups returns _WORLD_GROUP without a question until _release_process_group_references."""
+    """deepspeed.utils.groups returns _WORLD_GROUP without a check until _release_process_group_references."""
     stale = object()
     monkeypatch.setattr(groups, "_WORLD_GROUP", stale)
     monkeypatch.setattr(groups.dist, "is_initialized", lambda: True)
@@ -273,7 +273,7 @@ def test_deepspeed_keeps_its_groups_until_they_are_released(monkeypatch: pytest.
 
 @pytest.mark.seam("every write reaches storage, by StateByParameter")
 def test_every_writer_of_state_is_overridden() -> None:
-    """Every method that fetches a partition to write to it (``release_swap_buffers=False``) is overridden."""
+    """Every method that gets a partition to write to it (``release_swap_buffers=False``) is overridden."""
     writers = {
         name
         for name, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)
@@ -284,7 +284,7 @@ def test_every_writer_of_state_is_overridden() -> None:
 
 @pytest.mark.seam("SmartInfinityStrategy loads full weights")
 def test_lightning_restores_full_weights_by_the_overridden_hook() -> None:
-    """load_full_weights ends in DeepSpeedStrategy._restore_zero_state with what load_checkpoint returned."""
+    """load_full_weights ends in DeepSpeedStrategy._restore_zero_state with the value that load_checkpoint returned."""
     strategy = mock.MagicMock(load_full_weights=True, zero_stage_3=True)
     DeepSpeedStrategy.load_model_state_dict(strategy, {"state_dict": {}}, strict=False)
     strategy._restore_zero_state.assert_called_once_with({"state_dict": {}}, strict=False)
@@ -332,11 +332,11 @@ def test_init_deepspeed_does_nothing_but_warn_refuse_and_initialize(training: bo
 # ---- names that are read of DeepSpeed, torch and Lightning, and not overridden
 
 
-@pytest.mark.seam("check_zero_section answers wrong keys before the set-up, and before DeepSpeed may be imported")
+@pytest.mark.seam("check_zero_section refuses wrong keys before the set-up, when DeepSpeed may not be imported yet")
 def test_zero_section_has_the_fields_that_are_read() -> None:
     """deepspeed.runtime.zero.config parses the section zero_optimization into fields, and forbids unknown keys.
 
-    We know every key of it and of its offload_param and leaf_module, and those only.
+    Our lists have every key of it and of its offload_param and leaf_module, and no others.
     """
     zero = DeepSpeedZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/nowhere"})
     assert zero.param_persistence_threshold > 0 and zero.offload_param is not None
@@ -415,7 +415,7 @@ def test_schedulers_ask_the_optimizer_whether_it_stepped() -> None:
 
 @pytest.mark.seam("gradients are used in the right order of streams")
 def test_accelerator_says_how_its_streams_behave() -> None:
-    """On a CPU nothing runs beside the caller: is_synchronized_device and resolves_data_dependency are true."""
+    """On a CPU nothing runs in parallel to the caller: is_synchronized_device and resolves_data_dependency are true."""
     assert get_accelerator().is_synchronized_device() is get_accelerator().resolves_data_dependency() is True
 
 
@@ -436,7 +436,7 @@ def test_compiled_wrapper_has_its_name() -> None:
 
 @pytest.mark.seam("16-bit gradients are then held in fp32 from the start")
 def test_accumulation_scheduler_says_whether_it_accumulates() -> None:
-    """GradientAccumulationScheduler.going_to_accumulate_grad_batches says whether it ever accumulates."""
+    """GradientAccumulationScheduler.going_to_accumulate_grad_batches returns whether it ever accumulates."""
     for scheduling, accumulates in (({0: 1, 4: 2}, True), ({0: 1}, False)):
         assert GradientAccumulationScheduler(scheduling).going_to_accumulate_grad_batches() == accumulates
 
@@ -493,7 +493,7 @@ def test_connector_sets_the_precision_on_the_strategy() -> None:
 @pytest.mark.seam("Fabric, too, keeps the order of DataLoaders: one process its sampler, several the user's shuffle")
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_fabric_adds_samplers_by_the_strategys_options(shuffle: bool) -> None:
-    """_requires_distributed_sampler asks distributed_sampler_kwargs, and _get_distributed_sampler the DataLoader."""
+    """_requires_distributed_sampler reads distributed_sampler_kwargs, and _get_distributed_sampler the DataLoader."""
     fabric = Fabric(accelerator="cpu", devices=1, strategy=SmartInfinityFabricStrategy())
     loader = DataLoader(range(4), shuffle=shuffle)  # type: ignore[arg-type]
     assert not fabric._requires_distributed_sampler(loader)
@@ -503,8 +503,8 @@ def test_fabric_adds_samplers_by_the_strategys_options(shuffle: bool) -> None:
 
 
 @pytest.mark.seam("no_backward_sync without a warning")
-def test_no_backward_sync_asks_the_strategys_control() -> None:
-    """Fabric asks Strategy._backward_sync_control for a _BackwardSyncControl, or warns."""
+def test_no_backward_sync_uses_the_strategys_control() -> None:
+    """Fabric uses a _BackwardSyncControl in Strategy._backward_sync_control, and warns without one."""
     assert _BackwardSyncControl.__abstractmethods__ == {"no_backward_sync"}
     strategy = mock.MagicMock(spec=SmartInfinityFabricStrategy, _backward_sync_control=mock.MagicMock())
     fabric, module = mock.MagicMock(_strategy=strategy, strategy=strategy), torch.nn.Linear(1, 1)
@@ -512,7 +512,7 @@ def test_no_backward_sync_asks_the_strategys_control() -> None:
     assert strategy._backward_sync_control.no_backward_sync.called, "every user of no_backward_sync would be warned"
 
 
-@pytest.mark.seam("methods of TakenOptimizer use instance attributes only, as a wrapper's class inherits from theirs")
+@pytest.mark.seam("methods of TakenOptimizer use instance attributes only, as a wrapper inherits their class")
 @pytest.mark.seam("`fabric.strategy.record` takes the state that `fabric.save` takes, with what Fabric wrapped")
 def test_a_state_is_unwrapped_as_fabric_save_does() -> None:
     """lightning.fabric.wrappers._unwrap_objects unwraps what Fabric has wrapped, and nothing else.

@@ -337,7 +337,7 @@ def test_module_hooks_look_up_what_gathers_and_releases(seen: Observed, ours: st
 # ---- the step
 
 
-@pytest.mark.seam("taking the step on storage, between what DeepSpeed does before and after its own")
+@pytest.mark.seam("taking the step on storage, between DeepSpeed's work before and after its own")
 @pytest.mark.parametrize(
     "name", ["_pre_step", "_partition_all_parameters", "_loss_scale_update_and_overflow_cleanup", "_post_step"]
 )
@@ -455,7 +455,7 @@ def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observe
 
 @pytest.mark.seam("StateByParameter: safe_get_*, safe_set_*")
 def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
-    """deepspeed.utils.tensor_fragment asks _z3_optimizer, so safe_get_* and safe_set_* end in our methods."""
+    """deepspeed.utils.tensor_fragment calls _z3_optimizer, so safe_get_* and safe_set_* end in our methods."""
     for method in ("set_full_hp_param", "_get_fp32_opt_state_partition", "get_fp32_grad_for_param"):
         assert seen.callers(f"{OURS}.{method}"), method  # or safe_set_full_fp32_param would write into no master
 
@@ -479,7 +479,7 @@ def test_every_rank_saves_two_files(seen: Observed) -> None:
     assert {name: seen.callers(name) for name in expected} == expected
 
 
-@pytest.mark.seam("optimizer state reaches the checkpoint engine as described, and comes back as it was read")
+@pytest.mark.seam("the checkpoint engine gets optimizer state as described, and returns it as it was read")
 def test_the_optimizer_state_reaches_the_checkpoint_engine_as_it_was_described(seen: Observed) -> None:
     """_save_zero_checkpoint saves state_dict; _get_all_zero_checkpoint_state_dicts reads it for load_state_dict."""
     for verb in ("state_dict", "load_state_dict"):
@@ -535,9 +535,9 @@ def test_callbacks_are_complete_before_setup_environment_and_set_up_after_it(see
     ), "refused callbacks would have acted, or be unknown yet"
 
 
-@pytest.mark.seam("we let it run")
-def test_the_accumulation_scheduler_asks_its_trainer_for_the_strategy(seen: Observed) -> None:
-    """GradientAccumulationScheduler.on_train_start, looked up on the instance as hooks are, asks trainer.strategy."""
+@pytest.mark.seam("callbacks: this one may run")
+def test_the_accumulation_scheduler_checks_its_trainers_strategy(seen: Observed) -> None:
+    """GradientAccumulationScheduler.on_train_start, looked up on the instance as hooks are, checks trainer.strategy."""
     asks = ("GradientAccumulationScheduler.on_train_start", "_AnyStrategy.__getattr__")
     assert seen.missing(("_call_callback_hooks", "_run_admitted"), asks) == [], "it would raise again"
 

@@ -1,4 +1,4 @@
-"""Tests the private seams through which models are built while ZeRO-3 partitions them, and parameters that answer."""
+"""Tests the private seams by which ZeRO-3 partitions models as they are built, and those of partitioned parameters."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_init_replaces_in_torch() -> None:
     assert nn.Linear in partition_parameters.get_all_subclasses(nn.Module)
 
 
-@pytest.mark.seam("parameters that were not partitioned get the model's dtype", "Before, __check_params asks for it.")
+@pytest.mark.seam("parameters that were not partitioned get the model's dtype", "Before, __check_params requires it.")
 @pytest.mark.seam("progress, and memory that is returned at once")
 def test_every_parameter_is_partitioned_by_one_method() -> None:
     """A constructor under zero.Init and an engine both call zero.Init._zero_init_param on the instance, the engine in
@@ -121,7 +121,7 @@ def test_modes_are_not_asked_about_two_ways_to_a_parameter() -> None:
 @pytest.mark.seam("pretrained weights", "PreTrainedModel.get_init_context, from_pretrained, no_init_weights.")
 @RunIf(package="transformers")
 def test_transformers_is_told_as_its_own_integration_is() -> None:
-    """set_hf_deepspeed_config, _hf_deepspeed_config_weak_ref, modeling_utils.set_zero3_state tell of ZeRO-3."""
+    """set_hf_deepspeed_config, _hf_deepspeed_config_weak_ref, modeling_utils.set_zero3_state announce ZeRO-3."""
     modeling: Any = import_module("transformers.modeling_utils")
     integration: Any = import_module("transformers.integrations.deepspeed")
     initialization: Any = import_module("transformers.initialization")

@@ -34,7 +34,7 @@ from lightning_smartinfinity.zero3.parameters.live_parameters import RELEASE_PAR
 from tests.zero3.test_contract import assert_in_order, lacking, passed, undecorated
 
 
-@pytest.mark.seam("GradientPath: a shared weight's gradient arrives again while it waits, and none is looked for twice")
+@pytest.mark.seam("GradientPath: a shared weight's gradient is added to the waiting one; gradients are reset once")
 def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
     """IPGBucketZ3 holds views of a waiting param.grad.data, which autograd adds to; reduce_and_partition_stream.
 
@@ -73,9 +73,9 @@ def test_buckets_do_nothing_to_gradients_in_one_process_but_round_them() -> None
     assert torch.equal(reduced.view(torch.int32), gradient.view(torch.int32))
 
 
-@pytest.mark.seam("knowing from within backward that the graph is retained")
-def test_autograd_tells_whether_its_graph_is_retained() -> None:
-    """torch._C._autograd._get_current_graph_task_keep_graph tells of retain_graph and create_graph alike."""
+@pytest.mark.seam("checking within backward whether the graph is retained")
+def test_autograd_returns_whether_its_graph_is_retained() -> None:
+    """torch._C._autograd._get_current_graph_task_keep_graph is true for retain_graph and for create_graph."""
     seen = []
 
     class Noticing(torch.autograd.Function):
@@ -96,7 +96,9 @@ def test_autograd_tells_whether_its_graph_is_retained() -> None:
     assert seen == [True, True, False]
 
 
-@pytest.mark.seam("what is used later is gathered", "A module has _external_params (pre_sub_module_forward_function).")
+@pytest.mark.seam(
+    "parameters used later are gathered", "A module has _external_params (pre_sub_module_forward_function)."
+)
 @pytest.mark.seam("time that grows with the modules, not with their square")
 def test_the_order_of_gathering_can_be_learnt_anew() -> None:
     """get_param_coordinator of DeepSpeedZeRoOffload has is_complete_trace and _invalidate_trace.
@@ -150,8 +152,8 @@ def test_lightning_synchronizes_layers_when_a_fit_is_set_up() -> None:
 
 
 @pytest.mark.seam("guard_modules refuses torch.func's transforms, which would end the process; check_model, scripts")
-def test_torch_tells_of_transforms_and_of_modules_without_hooks() -> None:
-    """torch._C._functorch.maybe_current_level tells of transforms; torch.jit.TopLevelTracedModule takes hooks."""
+def test_torch_reports_transforms_and_modules_without_hooks() -> None:
+    """torch._C._functorch.maybe_current_level is not None in transforms; torch.jit.TopLevelTracedModule takes hooks."""
     levels: list[object] = []
 
     def noting(x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +178,7 @@ def test_torch_tells_of_transforms_and_of_modules_without_hooks() -> None:
 COORDINATOR = inspect.getsource(PartitionedParameterCoordinator)
 
 
-@pytest.mark.seam("UpdateInFlight lets parameters be gathered after their update only, and not twice with a budget")
+@pytest.mark.seam("UpdateInFlight gathers parameters only after their update, and with a budget only once")
 def test_parameters_are_gathered_by_two_methods_of_their_own() -> None:
     """zero.Init sets all_gather and all_gather_coalesced on the parameter; they take what they gather first.
 
@@ -200,7 +202,7 @@ def test_parameters_are_gathered_by_two_methods_of_their_own() -> None:
     assert lacking(partition_parameters.GatheredParameters, "self.params[0].all_gather(param_list=self.params)") == []
 
 
-@pytest.mark.seam("`skip_in_prefetch`: a parameter that still has to be updated is gathered when it is used, not ahead")
+@pytest.mark.seam("`skip_in_prefetch`: a parameter that awaits its update is gathered when it is used, not ahead")
 def test_the_coordinator_gathers_what_is_needed_and_what_is_next_by_one_method() -> None:
     """PartitionedParameterCoordinator.fetch_sub_module calls its __all_gather_params for a module, then ahead.
 
@@ -220,7 +222,7 @@ def test_the_coordinator_gathers_what_is_needed_and_what_is_next_by_one_method()
     assert missing == []
 
 
-@pytest.mark.seam("Speculation updates what no module uses; what was gathered ahead makes room for the next module")
+@pytest.mark.seam("Speculation updates what no module uses; parameters gathered ahead are released for the next module")
 def test_a_gathered_parameter_can_be_released_before_its_module_is_done_waiting_for_it() -> None:
     """__release_param spares what a module computes with; ds_inflight_param_registry has what is in flight.
 
@@ -245,7 +247,7 @@ def test_parameters_are_read_ahead_from_storage_in_the_background_only() -> None
     )
 
 
-@pytest.mark.seam("a step does not wait for small parameters from all over the model")
+@pytest.mark.seam("a step does not wait for small parameters of the whole model")
 def test_persistent_parameters_are_gathered_by_the_optimizer_in_two_places() -> None:
     """DeepSpeedZeroOptimizer_Stage3 gathers persistent_parameters (empty unless overlap is none) in two places."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
@@ -269,7 +271,7 @@ def test_checkpoints_begin_with_an_event() -> None:
 
 @pytest.mark.seam("SmartInfinityStrategy: if the answer is wrong, the update is discarded and made again")
 def test_lightning_tells_the_strategy_of_a_backward_and_knows_whether_a_step_follows() -> None:
-    """Lightning's backward calls Strategy.pre_backward; _FitLoop._should_accumulate says whether a step follows."""
+    """Lightning's backward calls Strategy.pre_backward; _FitLoop._should_accumulate returns whether a step follows."""
     assert "self.pre_backward(closure_loss)" in inspect.getsource(Strategy.backward)
     assert (passed(Strategy.pre_backward), passed(_FitLoop._should_accumulate)) == (["self", "closure_loss"], ["self"])
 
@@ -287,7 +289,7 @@ def test_a_view_knows_its_base() -> None:
     assert any(tensor is not weight and tensor._base is weight for tensor in saved) and torch.ones(2)._base is None
 
 
-@pytest.mark.seam("`Packing` lets pass what is saved within backward")
+@pytest.mark.seam("`Packing` leaves tensors saved within backward in memory")
 def test_autograd_tells_whether_it_runs_a_graph() -> None:
     """torch._C._current_graph_task_id is -1 outside of backward, and not in a recomputation within it."""
     seen: list[int] = []
@@ -345,7 +347,7 @@ def test_changes_are_counted_for_all_views_and_the_count_can_be_set() -> None:
     assert other._version == 1
 
 
-@pytest.mark.seam("one `Entry` for each storage, and `Packing` knows whether offloading it frees memory")
+@pytest.mark.seam("one `Entry` for each storage, and `Packing` determines whether offloading it frees memory")
 def test_who_holds_the_memory_of_a_tensor_is_known() -> None:
     """torch._C._storage_Use_Count counts by UntypedStorage._cdata, and a weak reference ends with the last holder."""
     tensor = torch.ones(4)
@@ -361,7 +363,7 @@ def test_who_holds_the_memory_of_a_tensor_is_known() -> None:
     assert weak() is None
 
 
-@pytest.mark.seam("`Packing` lets tensors of the batch pass")
+@pytest.mark.seam("`Packing` leaves tensors of the batch in memory")
 def test_tensors_are_found_in_nested_containers() -> None:
     """torch.utils._pytree.tree_leaves goes through dictionaries, lists and tuples."""
     one, two = torch.ones(1), torch.ones(2)
@@ -369,7 +371,7 @@ def test_tensors_are_found_in_nested_containers() -> None:
     assert [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] == [one, two]
 
 
-@pytest.mark.seam("open_activations says that they are not offloaded")
+@pytest.mark.seam("open_activations reports that they are not offloaded")
 def test_the_checkpoints_of_deepspeed_keep_their_inputs_themselves() -> None:
     """activation_checkpointing.checkpointing.CheckpointFunction.forward keeps ctx.deepspeed_saved_tensors, unhooked."""
     function = checkpointing.CheckpointFunction
@@ -394,7 +396,7 @@ def test_the_checkpoints_of_deepspeed_keep_their_inputs_themselves() -> None:
 
 @pytest.mark.seam("zeros that have no memory pass through")
 def test_zeros_of_forward_mode_have_no_memory() -> None:
-    """Tensor._is_zerotensor tells of zeros whose storage has a size, but no memory."""
+    """Tensor._is_zerotensor is true for zeros whose storage has a size, but no memory."""
     zeros = torch._efficientzerotensor((4,))  # type: ignore[attr-defined]
     assert zeros._is_zerotensor() and zeros.untyped_storage().nbytes() == 16
     with pytest.raises(RuntimeError):

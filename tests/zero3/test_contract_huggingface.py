@@ -66,7 +66,7 @@ def test_accelerate_asks_deepspeed_for_an_engine_by_name_and_keeps_the_optimizer
     assert given["config_params"] | expected == given["config_params"]
 
 
-@pytest.mark.seam("checking the arguments, and where the storage lies")
+@pytest.mark.seam("checking the arguments, and the place of the storage")
 def test_arguments_complete_the_configuration_and_show_themselves(tmp_path: Path) -> None:
     """TrainingArguments call trainer_config_process of HfTrainerDeepSpeedConfig; unset_hf_deepspeed_config."""
     seen: list[transformers.TrainingArguments] = []
@@ -149,7 +149,7 @@ def test_a_trainer_divides_the_loss_and_asks_for_the_norm_before_it_steps() -> N
 
 @pytest.mark.seam("SmartInfinityTraining, models_saved_by: models are written by windows (is_deepspeed_enabled)")
 def test_the_trainer_saves_models_by_one_method() -> None:
-    """Trainer.save_model asks Trainer.deepspeed for _zero3_consolidated_16bit_state_dict, or calls save_pretrained."""
+    """Trainer.save_model calls _zero3_consolidated_16bit_state_dict of Trainer.deepspeed, or else save_pretrained."""
     assert passed(transformers.Trainer.save_model) == ["self", "output_dir", "_internal_call"]
     trainer = mock.MagicMock(is_deepspeed_enabled=False, is_fsdp_enabled=False)
     transformers.Trainer.save_model(trainer, "folder")
@@ -290,7 +290,7 @@ def test_trl_hashes_the_reference_after_the_trainer_is_made() -> None:
     " _globalstep_last_logged; ``skip_first_batches`` and ``deepspeed_load_checkpoint`` of ``transformers.trainer``.",
 )
 def test_the_loop_calls_what_records_hang_on() -> None:
-    """_run_epoch takes names only; _maybe_log_save_evaluate follows each step and epoch, on_step_end precedes it."""
+    """_run_epoch takes keywords only; _maybe_log_save_evaluate follows each step and epoch, on_step_end precedes it."""
     trainer, log = transformers.Trainer, "self._maybe_log_save_evaluate("
     assert inspect.getsource(trainer._run_epoch).count(log) == 2
     assert_in_order(trainer._run_epoch, "callback_handler.on_step_end", log)
@@ -328,7 +328,7 @@ def test_a_prepared_loader_fetches_one_batch_ahead() -> None:
 _SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
-@pytest.mark.seam("LiveWeights and plan_for know what a state dict contains, without asking for one")
+@pytest.mark.seam("LiveWeights and plan_for list the contents of a state dict without creating one")
 def test_a_state_dict_is_made_of_what_is_read() -> None:
     """A state dict has parameters, Module._buffers that are not in _non_persistent_buffers_set, and get_extra_state."""
     module = torch.nn.BatchNorm1d(2)
@@ -345,7 +345,7 @@ def test_a_state_dict_is_made_of_what_is_read() -> None:
     assert list(Extra().state_dict()) == ["_extra_state"]
 
 
-@pytest.mark.seam("telling which tensor a view is of")
+@pytest.mark.seam("finding the tensor of a view")
 def test_views_without_memory_keep_their_storage() -> None:
     """A view on the meta device has its base's UntypedStorage._cdata and an offset in it; a copy has another."""
     base = torch.empty(4, 6, device="meta")

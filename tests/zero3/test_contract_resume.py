@@ -63,7 +63,7 @@ def test_epoch_creates_its_iterator_unless_it_resumes(resuming: bool) -> None:
     assert fetcher.__iter__.called != resuming, "a resumed epoch would draw its seed at another time"
 
 
-@pytest.mark.seam("we tell where in an epoch a save was, warn once, and load states of loaders that were set up early")
+@pytest.mark.seam("we save the position in the epoch, warn once, and load states of loaders that were set up early")
 def test_loops_have_what_a_resume_asks_them() -> None:
     """_FitLoop has _data_fetcher, _combined_loader, _combined_loader_states_to_load and _load_combined_loader_states;
     _TrainingEpochLoop has batch_progress, restarted_on_train_batch_end, _should_check_val_fx, and warns of a loader
@@ -79,7 +79,7 @@ def test_loops_have_what_a_resume_asks_them() -> None:
     assert any(text.startswith(loops._LIGHTNING_WARNING) for text in texts), "a resumed user is warned twice"
 
 
-@pytest.mark.seam("checkpoints hold what a fit does next, and a resumed fit does it")
+@pytest.mark.seam("checkpoints record the next action of a fit, and a resumed fit goes on with it")
 def test_loops_say_what_comes_next() -> None:
     """The state of _FitLoop has epoch_progress and epoch_loop.batch_progress, whose numbers are those of the loops.
     _TrainingEpochLoop has _num_ready_batches_reached, _skip_next_val and val_loop, which has _has_run.
@@ -209,7 +209,7 @@ def test_the_name_of_a_checkpoint_on_slurm(tmp_path: Path) -> None:
 
 @pytest.mark.seam("training records", "Callbacks see Trainer._logger_connector._callback_metrics.")
 def test_a_checkpoint_without_weights() -> None:
-    """dump_checkpoint of Trainer._checkpoint_connector asks _get_lightning_module_state_dict and on_save_checkpoint."""
+    """dump_checkpoint of Trainer._checkpoint_connector calls _get_lightning_module_state_dict, on_save_checkpoint."""
     trainer = quiet()
     trainer.fit(BoringModel())
     weights = replaced(trainer._checkpoint_connector, "_get_lightning_module_state_dict", dict)
@@ -220,7 +220,7 @@ def test_a_checkpoint_without_weights() -> None:
     assert "x" in trainer.callback_metrics
 
 
-@pytest.mark.seam("a resume knows whole ones", "There are _should_remove_checkpoint and _remove_checkpoint.")
+@pytest.mark.seam("a resume finds complete checkpoints", "There are _should_remove_checkpoint and _remove_checkpoint.")
 def test_the_index_of_a_model_checkpoint() -> None:
     """ModelCheckpoint.state_dict has the index; _last_checkpoint_saved and _last_global_step_saved are attributes."""
     callback = ModelCheckpoint()
@@ -235,7 +235,7 @@ def test_the_index_of_a_model_checkpoint() -> None:
 # ---- the private parts of Lightning and torch by which trainings of several ranks end
 
 
-@pytest.mark.seam("SIGTERM is told to all ranks by the watch, not by a collective")
+@pytest.mark.seam("the watch reports SIGTERM to all ranks, without a collective")
 def test_the_connector_looks_up_its_handler_of_sigterm_on_itself(tmp_path: Path) -> None:
     """Trainer._signal_connector looks _sigterm_notifier_fn up on the instance when it registers handlers."""
     connector: Any = quiet_trainer(tmp_path, "auto")._signal_connector
@@ -393,7 +393,7 @@ def test_deepspeed_writes_these_files_beside_the_subfolder(tmp_path: Path) -> No
 
 @pytest.mark.seam("put_save_in_place replaces DeepSpeed's files and keeps the user's")
 def test_names_of_deepspeeds_files_have_the_rank_of_the_model(tmp_path: Path) -> None:
-    """_get_rank_zero_ckpt_name, _get_zero_ckpt_prefix and _get_ckpt_name tell DeepSpeed's files from the user's."""
+    """_get_rank_zero_ckpt_name, _get_zero_ckpt_prefix and _get_ckpt_name recognise DeepSpeed's files."""
     engine = SimpleNamespace(
         checkpoint_mp_rank=0,
         zero_optimization_partition_weights=lambda: True,
@@ -409,7 +409,7 @@ def test_names_of_deepspeeds_files_have_the_rank_of_the_model(tmp_path: Path) ->
         assert any(fnmatch(Path(name).name, pattern) for pattern in staged_save.OF_DEEPSPEED), name
 
 
-@pytest.mark.seam("save_in_turn, SmartInfinityStrategy: it goes on before its checkpoints are whole")
+@pytest.mark.seam("save_in_turn, SmartInfinityStrategy: training goes on before its checkpoints are complete")
 def test_model_checkpoint_looks_at_its_checkpoints_in_these_methods_only() -> None:
     """ModelCheckpoint uses no more than _save_checkpoint, file_exists, _link_checkpoint, Strategy.remove_checkpoint."""
     saving = [name for name in vars(ModelCheckpoint) if name.startswith(("_save", "_update", "_get_metric"))]
@@ -509,7 +509,7 @@ def test_engine_describes_its_parameters(name: str, parameters: list[str]) -> No
 
 @pytest.mark.seam("load_resharded and load_saved_weights load buffers and frozen parameters")
 def test_engine_loads_buffers_and_frozen_fragments() -> None:
-    """DeepSpeedEngine.load_module_state_dict loads what a checkpoint holds beside masters and moments."""
+    """DeepSpeedEngine.load_module_state_dict loads all contents of a checkpoint except masters and moments."""
     module = torch.nn.BatchNorm1d(2)
     weight: Any = module.weight
     weight.requires_grad_(False)

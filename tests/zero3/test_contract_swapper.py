@@ -1,4 +1,4 @@
-"""Tests what DeepSpeed asks of a parameter swapper and where it takes one from."""
+"""Tests which attributes of a parameter swapper DeepSpeed uses, and where it creates one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_name_that_deepspeed_uses_is_known() -> None:
     assert found == CALLED | set(NOT_ENTERED)
 
 
-@pytest.mark.seam("ParameterSwapper takes what is passed")
+@pytest.mark.seam("ParameterSwapper accepts all arguments")
 @pytest.mark.parametrize("name", sorted(CALLED))
 def test_our_swapper_takes_what_deepspeed_passes(name: str) -> None:
     """Every method of our swapper has the parameters of DeepSpeed's, in name, order and default."""
@@ -126,7 +126,7 @@ def test_a_sub_group_that_is_not_in_memory_has_no_flat_tensor() -> None:
     )
 
 
-@pytest.mark.seam("parameters that are not trained in checkpoints: on storage, and the fp32 values behind 16 bit")
+@pytest.mark.seam("parameters that are not trained in checkpoints: on storage, and the fp32 values of 16-bit ones")
 def test_frozen_parameters_are_saved_and_loaded_by_the_engine() -> None:
     """DeepSpeedEngine._get_param_fragment_func, load_module_state_dict touch partitions (is_optimized_parameter)."""
     for name, text in (

@@ -1,4 +1,4 @@
-"""Files of checkpoints: universal ones, tensors that are written in pieces, and disks that do not answer."""
+"""Files of checkpoints: universal ones, tensors that are written in pieces, and disks that do not respond."""
 
 from __future__ import annotations
 

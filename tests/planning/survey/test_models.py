@@ -1,4 +1,4 @@
-"""Sizes of models that users name, found without allocating them; what is counted, and what is measured here."""
+"""Sizes of models that users name, found without allocating them: counted by formulas, or measured here."""
 
 from __future__ import annotations
 
