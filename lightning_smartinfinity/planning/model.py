@@ -175,6 +175,7 @@ class LlamaShape:
 def llama_shape(numel: int) -> LlamaShape:
     """Return a Llama-like shape with about ``numel`` parameters; its width is about 128 per layer, as in Llama 7B."""
     layers = 1
+    # No model has more layers than 200: a larger one gets wider.
     while _numel(layers, _WIDTH_PER_LAYER * layers) < numel and layers < 200:
         layers += 1
     if layers > 1 and numel - _numel(layers - 1, _WIDTH_PER_LAYER * (layers - 1)) < (
@@ -188,6 +189,7 @@ def llama_shape(numel: int) -> LlamaShape:
     return LlamaShape(
         layers=max(1, round((numel - embedding * rounded) / (12 * rounded**2))),
         width=rounded,
+        # As in Llama: three matrices of this width have as many weights as two of four times the width.
         inner=max(_HEAD, round(rounded * 8 / 3 / _HEAD) * _HEAD),
         heads=rounded // _HEAD,
     )

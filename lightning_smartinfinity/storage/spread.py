@@ -79,6 +79,7 @@ def interleave(counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint16]:
         uint16[sum(counts)]: the device of each tasklet.
     """
     devices = np.repeat(np.arange(len(counts), dtype=np.uint16), counts)
+    # Place each device's tasklets at even distances in [0, 1]; sorting the places mixes the devices.
     moments = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
     return devices[np.lexsort((devices, moments))]
 

@@ -185,6 +185,7 @@ class _Tile:
         self._nbytes = extent_bytes(_NUMEL, kernel.num_arrays)
         generator = np.random.default_rng(1)
         self._arrays = [np.abs(generator.standard_normal(_NUMEL, np.float32)) for _ in range(kernel.num_arrays)]
+        # Subnormal numbers: a kernel that replaces them by zero fails the test.
         self._arrays[-1][::7] = np.float32(1e-40)
         self._gradient = _DTYPES[dtype](generator.standard_normal(_NUMEL, np.float32))
 

@@ -56,6 +56,7 @@ def arguments_seen_by(see: Callable[[dict[str, Any], dict[str, Any], Arguments],
         original(config, given)
 
     def process(original: Callable[..., None], config: Any, args: Arguments, *rest: object, **named: object) -> None:
+        # `original` replaces values such as "auto" in place.
         given = copy.deepcopy(config.config)
         original(config, args, *rest, **named)
         see(given, config.config, args)

@@ -323,7 +323,7 @@ class _Mover:
         self._rows.take(tasklets)
         if self._loads:
             self._rows.get(tasklets[0])
-            self._partition.synchronize()
+            self._partition.synchronize()  # the device may read the row as soon as it has the tasklet
         self._started |= dict.fromkeys(tasklets)
         self._device.extend(tasklets)
 

@@ -298,6 +298,7 @@ def without_weights() -> Iterator[None]:
     except ImportError:
         yield
         return
+    # From `__dict__`: getattr would return the method bound to this class, which subclasses would then call.
     original = modeling.PreTrainedModel.__dict__["from_pretrained"]
 
     def build(cls: type[Any], /, name: Any = None, *_: Any, config: Any = None, **__: Any) -> Any:

@@ -234,6 +234,7 @@ def _seconds_of_passes(
     while len(timed) < 1 + _RUNS and (len(timed) < 2 or time.perf_counter() - begin < _SECONDS_FOR_PASSES):
         timed.append(_time_passes(model, training, device=device))
     del model
+    # A model in a reference cycle would stay in memory while the next one is measured.
     gc.collect()
     return [statistics.median(part) for part in zip(*timed[1:], strict=True)]  # the first run warms up
 

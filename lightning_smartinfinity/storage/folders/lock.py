@@ -173,6 +173,7 @@ def remove_unlocked(folder: Path) -> None:
 
 
 def _is_hidden(name: str) -> bool:
+    # NFS and FUSE rename a removed file in this way until the last process has closed it.
     return name.startswith((".nfs", ".fuse_hidden"))
 
 
@@ -304,6 +305,7 @@ def _locked_error(path: Path, descriptor: int) -> StorageLockedError:
     pid: int | None = None
     with suppress(OSError, StorageError):
         pid, _ = unpacked(path, os.pread(descriptor, MOST_BYTES, 0))
+    # A shared lock is available only beside other shared locks, which readers take.
     only_read = try_lock(descriptor, fcntl.LOCK_SH)
     user = "a process that reads it" if only_read else f"process {pid or 'unknown'}"
     return StorageLockedError(

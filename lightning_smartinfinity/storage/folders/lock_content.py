@@ -76,6 +76,7 @@ def unpacked(path: Path, content: bytes) -> tuple[int | None, frozenset[str]]:
     if not content.strip(b"\0"):
         return None, frozenset()
     first, *lines = content.split(b"\n")
+    # A damaged file may have thousands of digits, for which int() raises a ValueError.
     if not (first.isdigit() and len(first) < 20):
         raise _damaged(path)
     pid: int | None = int(first)

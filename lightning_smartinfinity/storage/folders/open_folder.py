@@ -180,7 +180,7 @@ class OpenFolder:
             with open(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
-                if flush:
+                if flush:  # before the rename: a power loss could otherwise leave the name without the content
                     os.fsync(descriptor)
             os.replace(temporary, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         except BaseException:

@@ -108,7 +108,7 @@ class _Call(Generic[T]):
             self._result.append(self._context.run(self.function))
         except BaseException as error:
             self._error = error
-        with self._lock:
+        with self._lock:  # either the waiting thread takes the result, or this one undoes it
             self.returned.set()
             late = self._abandoned
         if late:

@@ -31,6 +31,7 @@ def exit_beside(calls: Sequence[str]) -> None:
     Args:
         calls: Actions and paths of the calls.
     """
+    # All objects that the end of the process would finalize: their destructors may wait for the disk.
     objects = gc.get_objects()
     values = [list(vars(module).values()) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
     native.keep_at_exit([objects, values, [_locals_of(thread) for thread in sys._current_frames()]])

@@ -282,6 +282,7 @@ def leftover_bytes(path: Path) -> int:
             if is_locked(folder) or KEPT in notes or (manifest is not None and manifest.keep):
                 return 0
             sizes = map(folder.status, owned_names(folder, notes, manifest))
+            # `st_blocks` counts units of 512 bytes on every file system.
             return sum(status.st_blocks * 512 for status in sizes if status is not None)
     except (OSError, StorageError):
         return 0

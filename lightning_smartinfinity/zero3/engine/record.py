@@ -58,6 +58,7 @@ def _power(nbytes: int) -> int:
 def _product(first: int, second: int) -> int:
     """Return the product of two polynomials over GF(2), modulo CRC32C's polynomial."""
     product = 0
+    # CRC32C reflects its bits: bit 31 is the constant term, and a shift to the right multiplies by x.
     for bit in range(31, -1, -1):
         if first >> bit & 1:
             product ^= second

@@ -176,6 +176,7 @@ class GradientPath:
         if param.ds_id not in self.waiting:
             return True
         if not get_accelerator().resolves_data_dependency():
+            # Autograd has added to the bucket on its own stream, and the reduction reads the bucket on another one.
             self._optimizer.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
         return False
 

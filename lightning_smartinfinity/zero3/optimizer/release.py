@@ -81,6 +81,7 @@ def _partition_parameters(module: torch.nn.Module) -> None:
         param.grad = None
         if not hasattr(param, "ds_status"):
             continue
+        # A broken-off forward leaves its modules in this set, and DeepSpeed releases no parameter in use.
         param.ds_active_sub_modules.clear()
         if param.ds_status == ZeroParamStatus.AVAILABLE:
             param.partition()

@@ -160,4 +160,5 @@ class StorageStep:
 
 def clip_factor(norm: float, limit: float) -> float:
     """Return what to divide gradients of a norm by, so that their norm is at most ``limit`` (0: no limit)."""
+    # DeepSpeed adds 1e-6, too: clipped gradients have to get the same bits.
     return max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0

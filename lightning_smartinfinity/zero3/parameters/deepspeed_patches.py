@@ -133,6 +133,7 @@ def read_trace_lazily(offload: ZeroOffload) -> None:
     """
     coordinator = offload.get_param_coordinator()
     reset = coordinator.reset_step
+    # A decorator of DeepSpeed wraps the method, and keeps the cached function only in its closure.
     cached = inspect.getclosurevars(vars(PartitionedParameterCoordinator)[PARAMS_TO_RELEASE]).nonlocals["func"]
 
     def reset_step() -> None:

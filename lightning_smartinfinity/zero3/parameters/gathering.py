@@ -91,6 +91,7 @@ def _turn() -> Iterator[None]:
     if _in_backward():  # autograd's own threads work for the thread that holds the lock
         yield
         return
+    # While this thread waits, another one may begin forward, backward or a step. The wait then ends with the error.
     while not _TURN.acquire(timeout=0.01):
         refuse_beside_engine()
     try:

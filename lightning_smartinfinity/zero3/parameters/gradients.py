@@ -30,6 +30,7 @@ def gradient_of(param: ZeroParameter) -> torch.Tensor | None:
     if own is not None:
         return own
     training = training_of(param)
+    # Frame 1 is the property `grad`, and frame 2 its caller.
     if training is None or sys._getframe(2).f_code is _MOVING:
         return None
     if training.has_reduced_gradient(param):

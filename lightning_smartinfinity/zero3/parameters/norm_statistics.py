@@ -71,6 +71,7 @@ def _narrow_output(norm: torch.nn.Module, inputs: Sequence[object], output: obje
     """
     for name, param in norm._parameters.items():
         copied = vars(norm).pop(name, None)
+        # The version of a copy is above 0 only after a write. Tensors of inference mode have no version.
         if isinstance(copied, _Copy) and not copied.is_inference() and copied._version > 0:
             _write(param, copied.detach())
     first = inputs[0] if inputs else None

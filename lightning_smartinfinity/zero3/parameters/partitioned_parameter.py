@@ -158,6 +158,7 @@ class _HiddenParameter(_ZeroParameter):
                 rest = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
                 return ANSWERS[func](first, *args[1:], **rest)
             if func in _DETACHING:
+                # `nn.Parameter(param)` detaches its argument, and would share the memory of a partitioned parameter.
                 if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
                     _refuse_tie(first)
                 return PartitionedTensor.detached(first)
@@ -321,6 +322,7 @@ def _write(param: ZeroParameter, value: torch.Tensor) -> None:
     """Do what ``param.data = value`` does for a whole parameter, as far as ZeRO-3 allows."""
     if value is param or (isinstance(value, PartitionedTensor) and value.stands_for(param)):
         return
+    # Frame 1 is the setter of `data`, and frame 2 its caller.
     moved = sys._getframe(2).f_code is _APPLY.__code__
     if moved and value.dtype != param.dtype:
         raise UnsupportedError(

@@ -61,6 +61,7 @@ class MappedFiles:
 
     def _mappings(self) -> Iterator[tuple[int, int]]:
         for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+            # Lines of anonymous memory have no path. Their last field, the inode number, is none of our paths.
             addresses, *_, path = line.split(maxsplit=5)
             if path in self._paths:
                 begin, end = addresses.split("-")

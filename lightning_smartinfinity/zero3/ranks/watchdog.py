@@ -387,7 +387,7 @@ def _accept(listener: socket.socket, count: int, token: bytes) -> dict[int, sock
     sockets: dict[int, socket.socket] = {}
     with listener:
         while len(sockets) < count:
-            listener.settimeout(max(until - time.monotonic(), 0.001))
+            listener.settimeout(max(until - time.monotonic(), 0.001))  # 0 would make it non-blocking
             connected, _ = listener.accept()
             connected.settimeout(1)
             hello = b""

@@ -90,6 +90,7 @@ class VerifiedBlocks:
         self._checksums = checksums
         self._folder = folder
         self._remedy = remedy
+        # A cache of this object: one that decorates the method would be shared, and keep all objects in memory.
         self._block = lru_cache(_NUM_KEPT)(self._verified)
 
     def copy(self, array: SavedArray, begin: int, values: NDArray[np.float32]) -> None:
