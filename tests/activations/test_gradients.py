@@ -19,8 +19,8 @@ from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
 from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit, MemoryReport
 from tests.activations.chains import chain
 from tests.activations.models import COMPILED, MODELS, everything, gradients, opened
+from tests.helpers.assertions import differing
 from tests.helpers.long_cases import long_but
-from tests.helpers.tensors import differing
 
 DELAYS = {"max_delay_us": 300, "short_transfer_every": 3}
 ROOMY, TIGHT = everything(), everything(host_bytes=16 * 1024, budget_bytes=32 * 1024)

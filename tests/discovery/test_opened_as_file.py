@@ -21,9 +21,9 @@ from lightning_smartinfinity import checkpoint_hint
 from lightning_smartinfinity.checkpoint_hint import NOTE_NAME
 from lightning_smartinfinity.cli import main
 from tests.fabric.worker import quiet_fabric
+from tests.helpers.assertions import assert_equal
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.universal import convert_by_command
 from tests.helpers.waiting import PROCESS_LIMIT
@@ -144,8 +144,10 @@ def test_a_folder_of_fabric_that_someone_finds(
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0
     with deepspeed.zero.GatheredParameters(list(given.parameters())):
-        for name, value in load_file("weights/model.safetensors").items():
-            assert torch.equal(value, given.get_parameter(name.removeprefix("_forward_module.")))
+        found = load_file("weights/model.safetensors")
+        assert_equal(
+            {name.removeprefix("_forward_module."): value for name, value in found.items()}, given.state_dict()
+        )
     fabric.strategy.close()
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.examples.conftest import EXAMPLES
 from tests.examples.folders import CHATS, MARKED, UNMARKED, make_chat_model, make_encoder, make_tokenizer, write_chats
-from tests.helpers.tensors import assert_equal
+from tests.helpers.assertions import assert_equal
 
 Run = Callable[..., str]
 Example = Callable[[str], ModuleType]

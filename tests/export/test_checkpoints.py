@@ -32,12 +32,12 @@ from lightning_smartinfinity.export.from_checkpoint import ExportSettings, expor
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import MODEL_KEY
 from tests.export.models import KINDS, LitModel, Trained, build, exported, files_of, logits, train, without_checksums
 from tests.export.worker import after
+from tests.helpers.assertions import assert_equal
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import quiet_trainer
 from tests.storage.makers import flip
 

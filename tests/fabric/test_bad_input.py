@@ -22,7 +22,7 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.integrations.precision import SmartInfinityFabricPrecision
 from tests.fabric.worker import quiet_fabric
-from tests.helpers.refusals import refused
+from tests.helpers.assertions import refused
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import FoundCheckpoint
 from tests.fabric.worker import Run, launch, quiet_fabric, train
 from tests.helpers import reference
+from tests.helpers.assertions import assert_equal, refused
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe
 from tests.helpers.ranks import on_ranks
-from tests.helpers.refusals import refused
 from tests.helpers.trainers import fit
 from tests.helpers.universal import convert
 from tests.training.small import Small
@@ -137,9 +137,8 @@ def test_fabric_loads_the_weights_of_a_universal_checkpoint_alone(saved: tuple[P
     path, outcome = saved
     fabric, module, model, engine = set_up(tmp_path)
     fabric.load(convert(path), {"model": model})
-    for name, param in module.named_parameters():
-        assert torch.equal(engine.optimizer.get_full_hp_param(param), outcome.masters[name]), name
-        assert torch.equal(param.ds_tensor, outcome.masters[name].flatten()), name
+    assert_equal({n: engine.optimizer.get_full_hp_param(p) for n, p in module.named_parameters()}, outcome.masters)
+    assert_equal({n: p.ds_tensor.view(p.ds_shape) for n, p in module.named_parameters()}, outcome.masters)
     assert not engine.optimizer.update.drained_handler().steps.any()
 
 
@@ -161,8 +160,7 @@ def test_the_engine_loads_it_as_transformers_and_accelerate_ask(
         2,
         2,
     ) and engine.optimizer.update.drained_handler().steps.tolist() == outcome.extra["steps"]
-    for name, param in module.named_parameters():
-        assert torch.equal(engine.optimizer.get_full_hp_param(param), outcome.masters[name]), name
+    assert_equal({n: engine.optimizer.get_full_hp_param(p) for n, p in module.named_parameters()}, outcome.masters)
     fabric.strategy.close()
 
 

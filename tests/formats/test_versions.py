@@ -24,10 +24,10 @@ from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import s
 from tests.formats.earlier import ARCHIVES, SOURCES, STEPS, extracted, run
 from tests.formats.schemas import ARCHIVED, KIND, NUMBERS, PACKAGES, schemas_of, stored, written
 from tests.helpers import power_loss
+from tests.helpers.assertions import differing
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import run_module
-from tests.helpers.tensors import differing
 from tests.helpers.trainers import quiet_trainer
 from tests.training.small import Small
 

@@ -13,8 +13,7 @@ from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
 from lightning_smartinfinity.pipeline.parameters.partitions import CudaPartition
 from tests.helpers.runif import RunIf
-from tests.helpers.tensors import assert_equal
-from tests.pipeline.harness import Case, Run, layout_of, running
+from tests.pipeline.harness import Case, Run, assert_equal, layout_of, running
 
 pytestmark = RunIf(cuda_devices=1)
 

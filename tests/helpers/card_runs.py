@@ -16,8 +16,7 @@ from lightning_smartinfinity.devices.smartssd import CardRing, CardSetup, SmartS
 from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin
 from lightning_smartinfinity.native import Pipeline
-from tests.helpers.tensors import assert_equal
-from tests.pipeline.harness import Case, Run, running
+from tests.pipeline.harness import Case, Run, assert_equal, running
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},

@@ -10,7 +10,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 from lightning_smartinfinity.cli import main
-from tests.helpers.tensors import assert_equal
+from tests.helpers.assertions import assert_equal
 
 
 def convert(checkpoint: str | Path) -> Path:

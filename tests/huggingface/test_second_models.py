@@ -22,9 +22,9 @@ from lightning_smartinfinity import CheckpointError, ConfigError, UnsupportedErr
 from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
 from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
+from tests.helpers.assertions import differing
 from tests.helpers.damage import flip_bit
 from tests.helpers.runif import RunIf
-from tests.helpers.tensors import differing
 from tests.huggingface.trained import BATCH, adapters, arguments, dataset, judge, load, weights_in
 
 Use = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -28,7 +28,7 @@ from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.settings import GradientCodec, TransferConfig
 from lightning_smartinfinity.storage import StoreDescription, create_store, recover_store
-from tests.helpers.tensors import assert_equal
+from tests.helpers.assertions import assert_equal
 
 # (numel, padding, group, sub-group): tiny ones that share a tasklet, large ones that span several.
 SHAPES = (

@@ -17,8 +17,7 @@ from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
 from lightning_smartinfinity.pipeline.state.convert import convert_store
 from lightning_smartinfinity.storage import recover_store
-from tests.helpers.tensors import assert_equal
-from tests.pipeline.harness import Case, Run, running
+from tests.pipeline.harness import Case, Run, assert_equal, running
 from tests.storage.makers import manifest_with, tree
 from tests.storage.test_archiving import leave, steps_in
 

@@ -17,9 +17,8 @@ from lightning_smartinfinity.errors import StorageCorruptError
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
-from tests.helpers.tensors import assert_equal
 from tests.helpers.waiting import LIMIT
-from tests.pipeline.harness import Case, Run, running
+from tests.pipeline.harness import Case, Run, assert_equal, running
 from tests.pipeline.wandering import wander
 
 LAST_STEP = 6

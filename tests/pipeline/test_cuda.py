@@ -24,10 +24,9 @@ from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
-from tests.helpers.tensors import assert_equal
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 from tests.pipeline.fake_link import CudaRun, FakeLink
-from tests.pipeline.harness import SCALE, Case, everything, gradient_of, layout_of, running, schedule
+from tests.pipeline.harness import SCALE, Case, assert_equal, everything, gradient_of, layout_of, running, schedule
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Two buffers serve eleven tasklets, some with many parameters, so every slot is reused many times.

@@ -32,10 +32,9 @@ from tests.helpers.attacks import Attack
 from tests.helpers.interrupts import Interrupt
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
-from tests.helpers.tensors import assert_equal
 from tests.helpers.waiting import LIMIT, await_that
 from tests.native.stored import flip_bit
-from tests.pipeline.harness import Case, Run, complete_tasklets, everything, failing_elsewhere, running
+from tests.pipeline.harness import Case, Run, assert_equal, complete_tasklets, everything, failing_elsewhere, running
 
 
 @pytest.fixture

@@ -22,9 +22,8 @@ from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.pipeline.state.work import choose_updates
 from lightning_smartinfinity.storage.state import capacities
 from tests.helpers.native_testing import Throttle
-from tests.helpers.tensors import assert_equal
 from tests.native.stored import align, region_bytes
-from tests.pipeline.harness import Case, Run, layout_of, running
+from tests.pipeline.harness import Case, Run, assert_equal, layout_of, running
 from tests.pipeline.wandering import wander
 
 sizes = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 30_000)), max_size=12)

@@ -19,9 +19,9 @@ from lightning_smartinfinity import StorageError, TopK
 from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory, TensorPartition
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
+from tests.helpers.assertions import bits
 from tests.helpers.native_testing import inject
-from tests.helpers.tensors import assert_equal, bits
-from tests.pipeline.harness import Case, Run, complete_tasklets, everything, failing_elsewhere
+from tests.pipeline.harness import Case, Run, assert_equal, complete_tasklets, everything, failing_elsewhere
 from tests.pipeline.wandering import wander
 
 ALL_STATE = 1 << 30

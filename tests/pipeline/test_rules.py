@@ -13,8 +13,7 @@ import torch
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.pipeline.state.convert import convert_store
-from tests.helpers.tensors import assert_equal
-from tests.pipeline.harness import Case, Run, gradient_of, running
+from tests.pipeline.harness import Case, Run, assert_equal, gradient_of, running
 
 
 class HomemadeAdamW(torch.optim.AdamW):

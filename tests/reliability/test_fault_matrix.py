@@ -17,11 +17,11 @@ from lightning_smartinfinity.native import io_engines
 from lightning_smartinfinity.storage import recover_store
 from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
+from tests.helpers.assertions import assert_equal
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import BLOCK_BYTES, flip_bit, lose_block, misplace_block
 from tests.helpers.models import Recipe
 from tests.helpers.runif import RunIf
-from tests.helpers.tensors import assert_equal
 from tests.helpers.waiting import LIMIT, lenient
 from tests.reliability.faults import CARD, FAULTS, FaultyDisk, Place, trained, undisturbed
 from tests.storage.makers import commit_generation, create

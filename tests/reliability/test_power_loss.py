@@ -24,10 +24,9 @@ from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.power_loss import Disk, RecordedDisk, content, observed
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit
 from tests.huggingface.trained import arguments, dataset, load
-from tests.pipeline.harness import Case, Run, running
+from tests.pipeline.harness import Case, Run, assert_equal, running
 from tests.storage.makers import commit_generation, create, residual_memory
 from tests.training.actions import does
 

@@ -35,8 +35,8 @@ from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
 from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 from tests.helpers import trainers
+from tests.helpers.assertions import assert_helpful, refused
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.refusals import assert_helpful, refused
 
 
 def fit(module: pl.LightningModule, strategy: SmartInfinityStrategy, root: Path, **trainer: Any) -> pl.Trainer:

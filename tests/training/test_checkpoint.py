@@ -35,12 +35,12 @@ from lightning_smartinfinity.zero3.checkpoints.formats import tensor_file
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import UniversalFolder
 from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.engine import training as engine
+from tests.helpers.assertions import assert_equal, differing
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.silent_disk import ERROR, FILE_CALLS, SilentDisk
-from tests.helpers.tensors import differing
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import convert, convert_by_command
 from tests.training.worker import Run, launch, train
@@ -313,8 +313,7 @@ def test_zero_to_fp32_reads_our_checkpoints(checkpoints: Checkpoints) -> None:
     """DeepSpeed's converter returns the masters of a saved folder bit for bit, including tied and frozen parameters."""
     converted = get_fp32_state_dict_from_zero_checkpoint(str(checkpoints["two"]))
     masters = torch.load(checkpoints["two"].with_name("two") / "masters.pt", weights_only=True)
-    for name, master in masters.items():
-        assert torch.equal(converted["model." + name], master), name
+    assert_equal({name: converted["model." + name] for name in masters}, masters)
     assert torch.equal(converted["model.head.weight"], masters["tokens.weight"])
     assert converted["model.positions.weight"].shape == (16, 32)
 

@@ -38,10 +38,10 @@ from lightning_smartinfinity.storage.records.residual_write import ResidualWrite
 from lightning_smartinfinity.zero3.optimizer import open_state
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from tests.helpers import reference
+from tests.helpers.assertions import assert_equal
 from tests.helpers.card_runs import setup_of
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.waiting import LIMIT
 from tests.reliability.faults import Interrupted, same

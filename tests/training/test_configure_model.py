@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityStrategy, UnsupportedError
 from lightning_smartinfinity.zero3.parameters import gather_on_use, pretrained
+from tests.helpers.assertions import assert_equal, refused
 from tests.helpers.initialised import WIDTH, Initialised, Table
 from tests.helpers.ranks import on_ranks
-from tests.helpers.refusals import refused
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
 
@@ -183,8 +183,7 @@ def assert_same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> N
     """Assert that the weights equal the model's bit for bit, after rounding to their dtype."""
     expected = dict(model.named_parameters())
     assert weights.keys() == expected.keys()
-    different = [name for name, value in weights.items() if not torch.equal(value, expected[name].to(value.dtype))]
-    assert not different
+    assert_equal(weights, {name: value.to(weights[name].dtype) for name, value in expected.items()})
 
 
 @pytest.mark.parametrize("gathered_bytes", [0, 1 << 30])
@@ -239,8 +238,8 @@ def test_constructed_models_are_those_of_torch(kind: str, precision: str, tmp_pa
     module = fit(BuiltOnTokens(lambda: construct(kind)), tmp_path, precision=precision)
     expected = in_torch(lambda: construct(kind))
     assert_same_weights(module.weights, expected)
-    for name, buffer in expected.named_buffers():
-        assert torch.equal(module.model.get_buffer(name), buffer), name
+    buffers = dict(expected.named_buffers())
+    assert_equal({name: module.model.get_buffer(name) for name in buffers}, buffers)
     tolerance = 1e-6 if precision == "32-true" else 2e-2
     assert module.losses[0] == pytest.approx(float(language_loss(expected, tokens()[:2])), abs=tolerance)
 

@@ -28,10 +28,10 @@ from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp3
 from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityStrategy, UnsupportedError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
+from tests.helpers.assertions import assert_equal, refused
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.ranks import on_ranks
-from tests.helpers.refusals import refused
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.universal import convert
 
@@ -95,8 +95,7 @@ def converted(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def assert_loaded(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert loaded.keys() == expected.keys()
-    for name, values in loaded.items():
-        assert torch.equal(values, expected[name].to(values.dtype)), name
+    assert_equal(loaded, {name: value.to(loaded[name].dtype) for name, value in expected.items()})
 
 
 @pytest.mark.parametrize("kind", ["saved", "universal"])
@@ -417,5 +416,4 @@ def test_weights_only_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(caught.value.remedy.split("`")[1])[1:]) == 0
     exported = LitTiny.load_from_checkpoint("weights.ckpt", recipe=VALIDATED, weights_only=True)
-    for name, param in exported.model.named_parameters():
-        assert torch.equal(param, masters[name]), name
+    assert_equal(dict(exported.model.named_parameters()), masters)

@@ -34,14 +34,13 @@ from lightning_smartinfinity.zero3.checkpoints.formats import tensor_file
 from tests.export.worker import after, kill
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import native_testing as testing
+from tests.helpers.assertions import assert_equal, refused
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.processes import run_module
 from tests.helpers.ranks import on_ranks
-from tests.helpers.refusals import refused
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.stock.situations import error_of
 from tests.stock.systems import Hook

@@ -22,10 +22,10 @@ from lightning_smartinfinity.pipeline.step import Step
 from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from lightning_smartinfinity.zero3.setup import open_storage as storage
+from tests.helpers.assertions import assert_equal
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import quiet_trainer
 from tests.training.actions import Action, does, halve_gradients, halve_rate, save
 from tests.training.test_overlap import BF16, BUCKET, NVME, SMALL_RING, assert_holds, assert_same, interrupt_at, result

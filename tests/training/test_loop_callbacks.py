@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityStrategy, UnsupportedError
 from lightning_smartinfinity.integrations.trainer.callback_support import adapt_callbacks
+from tests.helpers.assertions import refused
 from tests.helpers.models import Recipe
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
-from tests.helpers.refusals import refused
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.actions import does
 from tests.training.small import Small

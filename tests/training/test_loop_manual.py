@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_smartinfinity import UnsupportedError
+from tests.helpers.assertions import refused
 from tests.helpers.long_cases import long_but
 from tests.helpers.plain import (
     RECIPE,
@@ -26,7 +27,6 @@ from tests.helpers.plain import (
     assert_fits_like_plain_lightning,
     assert_like_plain_lightning,
 )
-from tests.helpers.refusals import refused
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.small import Small, assert_as_in_memory, changed
 

@@ -13,11 +13,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig, UnsupportedError
+from tests.helpers.assertions import refused
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.ranks import on_ranks
-from tests.helpers.refusals import refused
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.stock.systems import Hook
 

@@ -23,10 +23,10 @@ from lightning_smartinfinity import (
     UnsupportedError,
 )
 from tests.helpers import native_testing as testing
+from tests.helpers.assertions import assert_helpful, refused
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.plain import Everything
-from tests.helpers.refusals import assert_helpful, refused
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.stock.systems import Hook
 from tests.training.actions import does

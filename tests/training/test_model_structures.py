@@ -20,11 +20,10 @@ from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOpt
 from lightning_smartinfinity.zero3.parameters.deepspeed_patches import _TRACE, ModuleTrace
 from lightning_smartinfinity.zero3.parameters.module_guard import refuse_late_parameters
 from lightning_smartinfinity.zero3.setup.validation import check_model
+from tests.helpers.assertions import assert_equal, refused
 from tests.helpers.hard_modules import WIDTH, Case, Reused, Shapes, Stack, Trained, TwoBackwards
 from tests.helpers.long_cases import long_but
 from tests.helpers.ranks import on_ranks
-from tests.helpers.refusals import refused
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.model_runs import (
     CASES,

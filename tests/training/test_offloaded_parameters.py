@@ -26,10 +26,10 @@ from lightning_smartinfinity.storage import TensorStore
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from tests.helpers import native_testing as testing
+from tests.helpers.assertions import refused
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.refusals import refused
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.unnamed import unnamed_files
 from tests.training.actions import does

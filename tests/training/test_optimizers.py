@@ -20,10 +20,9 @@ from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import ConfigError, UnsupportedError
 from tests.helpers import reference
+from tests.helpers.assertions import assert_equal, refused
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.refusals import refused
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.actions import does
 from tests.training.test_overlap import SMALL_RING, assert_same, result

@@ -22,9 +22,9 @@ from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFli
 from tests.fabric import worker as fabric_worker
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import native_testing as testing
+from tests.helpers.assertions import assert_equal
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import quiet_trainer
 from tests.training import actions
 from tests.training.actions import does, fail_at

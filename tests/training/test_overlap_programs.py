@@ -22,9 +22,9 @@ from lightning_smartinfinity.pipeline import handler as handler_module
 from lightning_smartinfinity.zero3.optimizer import overlap_choice
 from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 from tests.helpers import native_testing as testing
+from tests.helpers.assertions import assert_equal
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import quiet_trainer
 from tests.pipeline.wandering import Wandering
 from tests.training import actions

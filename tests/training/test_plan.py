@@ -33,9 +33,9 @@ from lightning_smartinfinity.planning.survey.modules import survey_module
 from lightning_smartinfinity.planning.training import Training
 from lightning_smartinfinity.settings import GradientCodec
 from lightning_smartinfinity.settings.strategy import StrategySettings
+from tests.helpers.assertions import refused
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.refusals import refused
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_offloaded_parameters import Configured
 from tests.training.test_overlap import SMALL_RING

@@ -16,11 +16,10 @@ from deepspeed.utils import safe_get_full_optimizer_state
 
 from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityStrategy
 from tests.helpers import reference
+from tests.helpers.assertions import assert_equal, refused
 from tests.helpers.hard_modules import grouped
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.refusals import refused
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import assert_same_tensors, convert_by_command
 from tests.training.test_bad_input import fit

@@ -20,9 +20,9 @@ import torch
 from lightning_smartinfinity import SmartInfinityStrategy, StorageTrafficMonitor
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.pipeline import handler
+from tests.helpers.assertions import assert_equal
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
-from tests.helpers.tensors import assert_equal
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.unnamed import unnamed_files
 from tests.pipeline.wandering import Wandering

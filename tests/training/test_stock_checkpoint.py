@@ -30,11 +30,11 @@ from lightning_smartinfinity.integrations.trainer.strategy import LightningOptio
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import FoundCheckpoint
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import trainers
+from tests.helpers.assertions import assert_equal, refused
 from tests.helpers.hostile import assert_plain, files_in
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
-from tests.helpers.refusals import refused
 from tests.helpers.universal import convert, convert_by_command
 from tests.stock.checkpoint_worker import KINDS, NUM_STEPS, SAVE_AT
 from tests.training.test_parity import LOSS_TOLERANCE
@@ -214,8 +214,7 @@ def test_a_trainer_does_not_go_on_from_what_an_engine_saved(
     expected = get_fp32_state_dict_from_zero_checkpoint(str(saved / "fp32.ckpt"))
     module = LitTiny(KINDS["fp32"][0])
     module.load_state_dict(load_file("weights/model.safetensors"), strict=False)
-    for name, param in module.named_parameters(remove_duplicate=False):
-        assert torch.equal(param, expected[name]), name
+    assert_equal(dict(module.named_parameters(remove_duplicate=False)), expected)
 
 
 def test_a_stock_checkpoint_needs_consent(saved: Path, tmp_path: Path) -> None:

@@ -29,9 +29,8 @@ from tests.helpers.interrupts import Interrupt
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold, inject
 from tests.helpers.runif import RunIf
-from tests.helpers.tensors import assert_equal
 from tests.helpers.waiting import LIMIT, await_that, lenient
-from tests.pipeline.harness import Case, Run, everything, running
+from tests.pipeline.harness import Case, Run, assert_equal, everything, running
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.fixtures import Holder
 

@@ -20,11 +20,11 @@ from hls.xclbin import xclbin
 from lightning_smartinfinity import SmartInfinityError, SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup.update_device import choose_update_device
+from tests.helpers.assertions import differing
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe
 from tests.helpers.ranks import on_ranks
 from tests.helpers.runif import RunIf
-from tests.helpers.tensors import differing
 from tests.helpers.waiting import BUILD_TEST_LIMIT, PROCESS_LIMIT
 from tests.native.builds import ROOT
 from tests.training import worker

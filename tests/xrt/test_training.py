@@ -30,11 +30,11 @@ from lightning_smartinfinity.settings import GradientCodec
 from lightning_smartinfinity.storage import SpaceRequest, require_space
 from lightning_smartinfinity.zero3.setup import open_storage as storage
 from tests.fabric import worker as fabric
+from tests.helpers.assertions import differing
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
-from tests.helpers.tensors import differing
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import LIMIT, lenient
 from tests.training.test_compression import select_on_cpu

@@ -42,7 +42,7 @@ from lightning_smartinfinity.zero3.checkpoints.save.checkpoint_engine import Sma
 from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 from lightning_smartinfinity.zero3.optimizer import release
 from lightning_smartinfinity.zero3.optimizer.storage_optimizer import StorageOptimizer
-from tests.helpers.tensors import assert_equal
+from tests.helpers.assertions import assert_equal
 
 
 def undecorated(function: Any) -> Any:
