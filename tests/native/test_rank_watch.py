@@ -235,6 +235,7 @@ SCENARIOS: dict[str, tuple[str, float, int, str, list[str]]] = {
             heard = []
             signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
             watch.hear_sigterm()
+            watch.hear_sigterm()  # again: it must not put itself in front of itself
             os.kill(os.getpid(), signal.SIGTERM)
             watch.agree()
             time.sleep(0.5)

@@ -37,9 +37,11 @@ from tests.zero3.test_contract import assert_in_order, lacking, passed
 
 
 @pytest.fixture(autouse=True)
-def no_op_is_compiled() -> None:
+def no_op_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep Accelerate from compiling DeepSpeed's op for collectives, or waiting for a compilation that was killed."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     prepare_environment("cpu", local_world_size=1)
+    assert "DS_ACCELERATOR" not in os.environ  # only a DeepSpeed that is imported later reads it
 
 
 def two_rows() -> DataLoader[int]:
