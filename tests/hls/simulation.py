@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import shutil
 import struct
 import subprocess
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from hls.description import Kernel
 from tests.helpers.waiting import BUILD_LIMIT, LIMIT
+from tests.native.builds import locked
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,11 +54,8 @@ def aligned(num_bytes: int) -> Buffer:
 def built(name: str) -> Path:
     """Bring a build up to date and return its file."""
     folder = ROOT / "build" / "csim"
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / (f"{name}.so" if name in LIBRARIES else name)
-    # Tests in other processes may want the same one.
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder / f"{name}.lock"):
         make = ["make", "-C", str(ROOT / "hls"), f"BUILD={folder}", str(file)]
         completed = subprocess.run(make, capture_output=True, text=True, timeout=BUILD_LIMIT)
     assert completed.returncode == 0, completed.stderr

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import BUILD_LIMIT, PROCESS_LIMIT
 
-__all__ = ["ROOT", "assert_in_fork", "built_once", "is_refused", "run", "run_python"]
+__all__ = ["ROOT", "assert_in_fork", "built_once", "is_refused", "locked", "run", "run_python"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,9 +72,18 @@ def built_once(library: str, *sources: Path, options: tuple[str, ...] = ()) -> P
     for source in sources:
         state.update(source.read_bytes())
     built = ROOT / "build" / sources[0].parent.name / state.hexdigest()[:16] / library
-    if not built.exists():
-        built.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = built.with_suffix(f".{os.getpid()}")  # another process may compile it, too
-        run(*command, "-o", unfinished)
-        unfinished.rename(built)
+    with locked(built.with_suffix(".lock")):
+        if not built.exists():
+            unfinished = built.with_suffix(".new")
+            run(*command, "-o", unfinished)
+            unfinished.rename(built)
     return built
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Lock a file against other processes that call this: tests in them may need the same build."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

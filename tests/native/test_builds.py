@@ -10,8 +10,7 @@ import pytest
 from tests.helpers.fresh_python import fresh_python
 from tests.helpers.native_testing import crc32c_widths, supported_instruction_sets
 from tests.helpers.waiting import BUILD_TEST_LIMIT
-from tests.native.builds import ROOT, built_once, run
-from tests.xrt.builds import locked
+from tests.native.builds import ROOT, built_once, locked, run
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ def built(sanitizers: str) -> Path:
     # A unity build is faster, since nearly all of the time goes into headers.
     options = ["CMAKE_BUILD_TYPE=Debug", "CMAKE_UNITY_BUILD=ON", f"SMART_INFINITY_SANITIZE={sanitizers}"]
     switches = ["SMART_INFINITY_BUILD_STRESS=ON", "SMART_INFINITY_BUILD_MODULE=OFF"]
-    with locked(folder):
+    with locked(folder / "lock"):
         run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *(f"-D{option}" for option in options + switches))
         run("cmake", "--build", folder, "--target", *PROGRAMS, "--parallel", "4")
     return folder

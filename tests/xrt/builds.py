@@ -6,15 +6,12 @@ each other.
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from hls.description import EMULATED, SMARTSSD, ComputeUnit, Design, Kernel
 from hls.xclbin import xclbin
 from tests.helpers.xrt import LIBRARIES
-from tests.native.builds import ROOT, run
+from tests.native.builds import ROOT, locked, run
 
 _PROBE = Kernel("probe", number=9, arrays=("data",), words=("scale",))
 _PROBE_DESIGN = Design(SMARTSSD.platform, (ComputeUnit(_PROBE, "probe_1"), ComputeUnit(_PROBE, "probe_2")))
@@ -56,7 +53,7 @@ def build(sanitize: str = "") -> EmulatorBuild:
     suffix = "_".join(["", *sanitize.split(",")]) if sanitize else ""
     folder = ROOT / "build" / f"emulated_card{suffix}"
     made = EmulatorBuild(folder)
-    with locked(folder):
+    with locked(folder / "lock"):
         if not (folder / "build.ninja").exists():
             _configure(folder, sanitize)
         run("cmake", "--build", folder)
@@ -96,12 +93,3 @@ def _write(file: Path, content: bytes) -> None:
         temporary = file.with_suffix(".new")
         temporary.write_bytes(content)
         temporary.replace(file)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make a folder and lock it against other processes that call this."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
