@@ -138,7 +138,9 @@ def test_wrong_uses(tmp_path: Path) -> None:
     state = {"model": model, "optimizer": optimizer, "step": 1}
     with pytest.raises(UnsupportedError, match="while a model is being trained"):
         fabric.strategy.resume()
-    with pytest.raises(CheckpointError, match="The checkpoint storage does not exist"):
+    with pytest.raises(
+        CheckpointError, match=r"No training waits .*'storage'.* with fabric.strategy.resume\(\) before"
+    ):
         fabric.load("storage", state)
     fabric.backward(model(torch.ones(1, 4)).sum())
     with pytest.raises(UnsupportedError, match="between backward and step"):
@@ -184,7 +186,9 @@ def test_after_a_resumed_set_up_comes_the_load(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"lr=0.5, but .* lr=0.01, .* call fabric.strategy.use_new_hyperparameters"):
         assert sorted(fabric.load("storage", state)) == ["random", "scheduler"] and state["step"] == 2
     assert optimizer.param_groups[0]["lr"] < 0.02
-    with pytest.raises(CheckpointError, match="The checkpoint storage does not exist"):
+    with pytest.raises(
+        CheckpointError, match=r"No training waits .*'storage'.* with fabric.strategy.resume\(\) before"
+    ):
         fabric.load("storage", state)
     fabric.strategy.close()
     assert stores(tmp_path / "storage") == ["default"]  # it was interrupted, and the resumed loop has taken no step

@@ -12,6 +12,7 @@ from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundEr
 from lightning_smartinfinity.settings import LOCAL_FOLDER
 from lightning_smartinfinity.settings.rules import shown
 from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.settings.wrong_names import did_you_mean
 from lightning_smartinfinity.storage.io.files import listed
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import LATEST, restore_interrupted
@@ -89,6 +90,11 @@ def reading_checkpoint(path: str | Path) -> Iterator[None]:
 
 
 def _not_found(path: str | Path) -> CheckpointNotFoundError:
+    if str(path) in (STORAGE, STORAGE_OR_NEW):
+        return CheckpointNotFoundError(
+            f"No training waits here to be resumed from storage, and no checkpoint has the path {str(path)!r}.",
+            f"To resume from storage, {user_calls().resumes}; for a checkpoint, check the path.",
+        )
     remedy = "Check the path." if LOCAL_FOLDER.holds(path) else "Copy it to a local folder: URLs are not read."
     if len(Path(path).parts) == 1:
         remedy = f"{did_you_mean(str(path), (STORAGE, STORAGE_OR_NEW))}{remedy}"
