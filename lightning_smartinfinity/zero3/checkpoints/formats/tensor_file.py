@@ -187,11 +187,6 @@ class TensorFile(OpenFile):
         offset = self._record(tensor).offset + begin * tensor.element_size()
         self.read_at(offset, values.view(torch.uint8).numpy().data)
 
-    def covered(self, tensors: Iterable[torch.Tensor]) -> set[str]:
-        """Return the names of records of which every byte belongs to one of these tensors of :attr:`state`."""
-        records = [self._record(tensor) for tensor in tensors]
-        return {record.info.filename for record in records if record.nbytes == record.info.file_size}
-
     def unnamed(self, tensors: Iterable[torch.Tensor]) -> set[str]:
         """Return the names of records that hold none of these tensors of :attr:`state`."""
         named = {self._record(tensor).info.filename for tensor in tensors}

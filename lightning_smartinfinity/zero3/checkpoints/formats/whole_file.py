@@ -7,15 +7,18 @@ with the values in memory, which spares reading the file twice.
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from itertools import chain
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +30,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import (
     checksums_of,
     num_blocks,
 )
-from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import ZIP_DAMAGE, TensorFile, check_records
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import ZIP_DAMAGE, check_records
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_by, require_file
 from lightning_smartinfinity.zero3.untyped import Pickled
 
@@ -38,6 +41,7 @@ CHECKSUMS_KEY = "smart_infinity_checksums"
 
 _THREADS = 4  # two cores compared 18 GB/s, the limit of their memory
 _ZIP_MAGIC = b"PK"
+_PICKLE = "/data.pkl"
 _REMEDY = "Export or copy it again, or use another file."
 
 
@@ -109,24 +113,58 @@ def has_checksums(path: str | Path) -> bool:
             return True
 
 
+@bounded("Reading")
 def _compared_later(path: Path) -> Collection[str]:
     """Return the names of the records with weights whose CRC-32C the file holds, to be compared in memory."""
-    if not _names_checksums(path):
-        return ()
-    with closing(TensorFile(path)) as file:
-        weights = [file.state["state_dict"].get(name) for name in _names_in(file.state.get(CHECKSUMS_KEY))]
-        return file.covered(weight for weight in weights if isinstance(weight, torch.Tensor))
-
-
-@bounded("Reading")
-def _names_checksums(path: Path) -> bool:
-    """Return whether the key occurs in a file, without loading it: files of other programs may not load as ours."""
     try:
         with zipfile.ZipFile(path) as archive:
-            pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-            return any(CHECKSUMS_KEY.encode() in archive.read(info) for info in pickles)
-    except ZIP_DAMAGE:  # the comparison reports it
-        return False
+            (name,) = (info.filename for info in archive.infolist() if info.filename.endswith(_PICKLE))
+            content = archive.read(name)
+        if CHECKSUMS_KEY.encode() not in content:
+            return ()
+        state = _Places(io.BytesIO(content)).load()
+        weights = (state["state_dict"].get(weight) for weight in _names_in(state.get(CHECKSUMS_KEY)))
+        return {f"{name.removesuffix(_PICKLE)}/data/{weight.key}" for weight in weights if isinstance(weight, _Place)}
+    except Exception:  # damaged, or another program's: all of the file's own checksums are compared
+        return ()
+
+
+class _Place(NamedTuple):
+    """A tensor that covers the whole of a record."""
+
+    key: str
+
+
+class _Inert:
+    """Stands for everything in a pickle but plain values and tensors; accepts all that a pickle does to an object."""
+
+    def __new__(cls, *_: object, **__: object) -> _Inert:
+        return object.__new__(cls)
+
+    def _ignore(self, *_: object) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = update = _ignore
+
+
+class _Places(pickle.Unpickler):
+    """Reads where the tensors of a file are; imports and calls nothing that the file names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a harmless stand-in."""
+        known = {("torch._utils", "_rebuild_tensor_v2"): _place_of, ("collections", "OrderedDict"): OrderedDict}
+        return known.get((module, name), _Inert)
+
+    def persistent_load(self, saved: Any) -> Any:
+        """Return the key of a storage's record, and its number of elements."""
+        _, _, key, _, numel = saved
+        return key, numel
+
+
+def _place_of(storage: tuple[str, int], offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> Any:
+    key, numel = storage
+    in_order = tuple(prod(size[dim + 1 :]) for dim in range(len(size)))
+    return _Place(key) if (offset, prod(size), stride) == (0, numel, in_order) else None
 
 
 def _names_in(saved: Any) -> Sequence[str]:
