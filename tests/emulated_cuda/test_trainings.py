@@ -163,6 +163,7 @@ def run_worker(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.long
 def test_any_program_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random trainings with random interference, as on the host: some updates are kept and some are rolled back."""
     # The first two programs of the host begin no update within backward.
