@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.integrations.trainer.shutdown import SavesAfterError
 from lightning_smartinfinity.native import RANK_LOST_STATUS
 from tests.helpers import fuse
 from tests.helpers.attacks import Attack
@@ -247,3 +250,12 @@ def test_a_rank_whose_disk_does_not_answer(asked: tuple[int, ...], ranks: Ranks,
     told = f"ank {asked[0]} on node{asked[0]} received SIGTERM" if asked else f"It comes from {NAME}."
     assert told in ranks.said(0) or (in_save and asked)
     assert not (ranks.folder / "last.ckpt").exists()
+
+
+def test_no_save_follows_the_error_of_a_disk() -> None:
+    """A callback that saves after errors does not wait once more for a disk that does not answer."""
+    with pytest.warns(UserWarning, match="No checkpoint is saved .* a disk does not answer"):
+        try:
+            raise StorageTimeoutError("It hangs.", "Look for it.")
+        except StorageTimeoutError:
+            assert not SavesAfterError().allowed(Mock(world_size=1))

@@ -151,7 +151,8 @@ def _is_in_fit(module: pl.LightningModule | None) -> bool:
 class SavesAfterError:
     """Decides whether callbacks save a checkpoint after an error: only if all ranks have failed after the same step.
 
-    A rank that fails alone leaves the others in collectives, with which those of a save would be matched.
+    A rank that fails alone leaves the others in collectives, with which those of a save would be matched. Nothing is
+    saved after the error of a disk that does not answer: the save would wait for it once more.
     """
 
     def __init__(self) -> None:
@@ -167,15 +168,23 @@ class SavesAfterError:
     def allowed(self, trainer: pl.Trainer) -> bool:
         """Return whether callbacks may save after the error that is being handled; the first call is collective."""
         if self._allowed is None:
-            self._allowed = trainer.world_size == 1 or self._all_failed(trainer, sys.exc_info()[1])
-            if not self._allowed:
+            reason = self._reason_against(trainer, sys.exc_info()[1])
+            self._allowed = not reason
+            if reason:
                 warnings.warn(
-                    f"No checkpoint is saved on rank {trainer.global_rank} after the error, because all ranks save a "
-                    f"checkpoint together, and not all have failed after step {trainer.global_step}. To resume, pass "
+                    f"No checkpoint is saved on rank {trainer.global_rank} after the error, {reason}. To resume, pass "
                     f"{user_calls().from_storage} or an earlier checkpoint.",
                     stacklevel=4,
                 )
         return self._allowed
+
+    def _reason_against(self, trainer: pl.Trainer, error: BaseException | None) -> str:
+        if isinstance(error, StorageTimeoutError):
+            return "because a disk does not answer, and a save would wait for it again"
+        if trainer.world_size == 1 or self._all_failed(trainer, error):
+            return ""
+        step = trainer.global_step
+        return f"because all ranks save a checkpoint together, and not all have failed after step {step}"
 
     def _all_failed(self, trainer: pl.Trainer, error: BaseException | None) -> bool:
         if isinstance(error, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING:
