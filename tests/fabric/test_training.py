@@ -127,8 +127,7 @@ def saved(tmp_path: Path) -> tuple[Path, Outcome]:
 
 def set_up(root: Path) -> tuple[Any, Any, Any, Any]:
     fabric = quiet_fabric(root / "storage")
-    module = RECIPE.build_model()
-    model, optimizer = fabric.setup(module, RECIPE.build_optimizer(list(module.named_parameters())))
+    module, model, optimizer = RECIPE.set_up(fabric)
     return fabric, module, model, optimizer.engine
 
 

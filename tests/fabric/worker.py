@@ -42,8 +42,7 @@ def train(run: Run) -> Outcome:
         precision=recipe.precision,
         options={"transfer": TransferConfig(**run.transfer), **run.options},
     )
-    module = recipe.build_model()
-    model, optimizer = fabric.setup(module, recipe.build_optimizer(list(module.named_parameters())))
+    module, model, optimizer = recipe.set_up(fabric)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     if recipe.scheduler is not None:
         state["scheduler"] = recipe.build_scheduler(optimizer)

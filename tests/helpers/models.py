@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -125,6 +126,11 @@ class Recipe:
 
     def build_model(self) -> TinyGPT:
         return TinyGPT(width=self.width, depth=self.depth, tied=self.tied, frozen=self.frozen, odd=self.odd)
+
+    def set_up(self, fabric: Fabric) -> tuple[TinyGPT, Any, Any]:
+        """Return a module, and what Fabric makes of it and of its optimizer."""
+        module = self.build_model()
+        return module, *fabric.setup(module, self.build_optimizer(list(module.named_parameters())))
 
     def build_optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]

@@ -311,8 +311,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def training(root: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield a Fabric and the state of its loop after one step."""
     fabric = quiet_fabric(root / "storage")
-    module = RECIPE.build_model()
-    model, optimizer = fabric.setup(module, RECIPE.build_optimizer(list(module.named_parameters())))
+    _, model, optimizer = RECIPE.set_up(fabric)
     fabric.backward(model(RECIPE.batch(0)))
     optimizer.step()
     yield fabric, {"model": model, "optimizer": optimizer, "step": 1}

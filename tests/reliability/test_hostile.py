@@ -239,8 +239,7 @@ def fabric(tmp_path: Path) -> Iterator[Fabric]:
 
 def test_fabric(fabric: Fabric, tmp_path: Path, attack: Attack) -> None:
     """Ordinary and universal folders are refused with and without the optimizer; plain files by load_raw, too."""
-    module = RECIPE.build_model()
-    model, optimizer = fabric.setup(module, RECIPE.build_optimizer(list(module.named_parameters())))
+    _, model, optimizer = RECIPE.set_up(fabric)
     state = {"model": model, "optimizer": optimizer, "random": RandomStates(), "step": 1}
     fabric.backward(model(RECIPE.batch(0)))
     optimizer.step()

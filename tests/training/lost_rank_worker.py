@@ -139,8 +139,7 @@ class Endless(Everything):
 
 def train(fabric: Fabric) -> Iterator[None]:
     """Train for ever, and tell of each batch before it begins."""
-    module = RECIPE.build_model()
-    model, optimizer = fabric.setup(module, RECIPE.build_optimizer(list(module.named_parameters())))
+    _, model, optimizer = RECIPE.set_up(fabric)
     for batch in itertools.count():
         yield
         fabric.backward(model(RECIPE.batch(batch, fabric.global_rank, fabric.world_size)), model=model)

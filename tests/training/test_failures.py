@@ -129,8 +129,7 @@ def fit_failing(
 def close_in_flight(root: Path) -> bool:
     """Tell whether a step that fails on rank 1 while a Fabric loop closes leaves all parameters as before."""
     fabric = quiet_fabric(root / "closed", devices=2, precision="32-true", options={"overlap": "forward"})
-    module = Recipe().build_model()
-    model, optimizer = fabric.setup(module, Recipe().build_optimizer(list(module.named_parameters())))
+    module, model, optimizer = Recipe().set_up(fabric)
     fabric.backward(model(Recipe().batch(0, fabric.global_rank, fabric.world_size)), model=model)
     before = _gathered(module)
     if fabric.global_rank == 1:

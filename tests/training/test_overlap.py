@@ -139,8 +139,7 @@ def test_closing_commits_the_step_in_flight(tmp_path: Path) -> None:
     values: list[list[torch.Tensor]] = []
     for overlap in ("none", "forward"):
         fabric = fabric_worker.quiet_fabric(tmp_path / overlap, options={"overlap": overlap}, precision="32-true")
-        module = recipe.build_model()
-        model, optimizer = fabric.setup(module, recipe.build_optimizer(list(module.named_parameters())))
+        module, model, optimizer = recipe.set_up(fabric)
         inner = optimizer.engine.optimizer
         testing.inject(inner.update.drained_handler()._device._pipeline, max_delay_us=20_000)
         fabric_worker._window(fabric, model, recipe, 0)
@@ -356,8 +355,7 @@ class Trained:
 def in_fabric(root: Path, overlap: str, *, tells: bool = False) -> Trained:
     """Train in a loop of Fabric; ``tells`` is whether it tells of each step before its backward."""
     fabric: Any = quiet_fabric(root, precision=RECIPE.precision, options={"overlap": overlap})
-    module = RECIPE.build_model()
-    model, optimizer = fabric.setup(module, RECIPE.build_optimizer(list(module.named_parameters())))
+    module, model, optimizer = RECIPE.set_up(fabric)
     trained = optimizer.engine.optimizer
     modes, losses = [], []
     with warnings.catch_warnings(record=True) as caught:
