@@ -42,7 +42,8 @@ def fail_at(step: int, **faults: int) -> pl.Callback:
 
 
 def read_state(trainer: pl.Trainer, module: Any) -> list[float]:
-    return [float(safe_get_full_fp32_param(param).double().sum()) for param in module.parameters()]
+    trained = (param for param in module.parameters() if param.requires_grad)
+    return [float(safe_get_full_fp32_param(param).double().sum()) for param in trained]
 
 
 def write_state(trainer: pl.Trainer, module: Any) -> None:
