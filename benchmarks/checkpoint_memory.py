@@ -70,7 +70,8 @@ def strategy_of(system: str, folder: str) -> Any:
     if system == "smart_infinity":
         from lightning_smartinfinity import SmartInfinityStrategy
 
-        return SmartInfinityStrategy(folder, zero={"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET})
+        zero = {"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET}
+        return SmartInfinityStrategy(folder, zero=zero, transfer={"dram_cache_bytes": 0})
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.strategies import DeepSpeedStrategy
 

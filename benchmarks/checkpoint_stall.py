@@ -88,7 +88,7 @@ def _strategy(system: str, folder: str) -> Any:
     from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
 
     zero = {"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET}
-    transfer = TransferConfig(asynchronous=system == "beside")
+    transfer = TransferConfig(dram_cache_bytes=0, asynchronous=system == "beside")
     return SmartInfinityStrategy(folder, overlap="backward", zero=zero, transfer=transfer)
 
 

@@ -46,7 +46,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "smart_infinity_storage": {"offload_param": {"device": "nvme"}},
     "smart_infinity_budgets": {
         "offload_param": {"device": "nvme"},
-        "settings": {"transfer": {"gradient_bytes": 10**9, "parameter_bytes": 4 * 10**9}},
+        "settings": {"transfer": {"dram_cache_bytes": 0, "gradient_bytes": 10**9, "parameter_bytes": 4 * 10**9}},
     },
     "adamw": {},
     "zero_offload": {"optimizer": "cpu"},

@@ -102,7 +102,7 @@ def strategy_of(options: argparse.Namespace, system: str, folder: Path) -> Any:
     """Return the strategy of one of this package's systems."""
     from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
 
-    transfer: dict[str, Any] = {"durability": options.durability}
+    transfer: dict[str, Any] = {"durability": options.durability, "dram_cache_bytes": 0}
     if system != "in_memory":
         transfer["gradient_bytes"] = options.gradient_bytes
     if system == "budgets":

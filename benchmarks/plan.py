@@ -73,7 +73,8 @@ def run(size: str, folder: Path, *, batch: int, seq: int) -> dict[str, Any]:
             seconds.append(time.perf_counter())
 
     zero = {"offload_param": {"device": "nvme"}} if "/nvme" in size else None
-    strategy = SmartInfinityStrategy(folder / "storage", overlap="forward", zero=zero, transfer=budgets_of(size))
+    transfer = {"dram_cache_bytes": 0, **budgets_of(size)}
+    strategy = SmartInfinityStrategy(folder / "storage", overlap="forward", zero=zero, transfer=transfer)
     trainer = quiet_trainer(folder, strategy, max_steps=WARMUP + MEASURED)
     trainer.fit(Module())
     found["training"] = peak()

@@ -140,7 +140,7 @@ def train_with_package(
         clip: Largest norm of the gradients; None means that they are not clipped.
         precision: The Trainer's precision.
         build: Function that builds another model than GPT-2, from tokens to the loss.
-        settings: Further settings of the strategy.
+        settings: Further settings of the strategy. Without ``transfer``, all state is on storage.
         callbacks: Callbacks of the Trainer.
         **zero: Further keys of its ``zero``.
     """
@@ -149,7 +149,7 @@ def train_with_package(
     strategy = SmartInfinityStrategy(
         folder,
         zero={"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **zero},
-        **(settings or {}),
+        **{"transfer": {"dram_cache_bytes": 0}, **(settings or {})},
     )
     common = {"accelerator": accelerator, "precision": precision, "gradient_clip_val": clip}
     trainer = quiet_trainer(folder, strategy, max_steps=steps, callbacks=list(callbacks), **common)

@@ -19,6 +19,7 @@ from tests.helpers.attacks import PROPERTY, Attack
 from tests.helpers.offloaded import ASKED_FOR
 from tests.helpers.processes import start_server
 from tests.helpers.runif import is_allowed
+from tests.helpers.streamed_state import stream_state
 
 if TYPE_CHECKING:
     from tests.helpers.silent_disk import SilentDisk
@@ -29,6 +30,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # A busy machine takes as long as it takes: no test fails by the time of an example.
 settings.register_profile("lenient", deadline=None)
 settings.load_profile("lenient")
+stream_state()
 # Failing examples are kept for the next run, but not in the current folder.
 set_hypothesis_home_dir(Path(__file__).parents[1] / "build/hypothesis")
 

@@ -56,6 +56,7 @@ def _announced_findings(spec: str, options: argparse.Namespace) -> Findings:
 
 def _findings(spec: str, options: argparse.Namespace) -> Findings:
     from lightning_smartinfinity.cli.plan_report import Findings
+    from lightning_smartinfinity.planning.automatic import with_cache
     from lightning_smartinfinity.planning.choice import alternatives, cheapest, make_plan, nearest
     from lightning_smartinfinity.planning.pace import TBW_PER_TB
     from lightning_smartinfinity.planning.survey.models import find_source, survey_model
@@ -68,12 +69,16 @@ def _findings(spec: str, options: argparse.Namespace) -> Findings:
     training = replace(training, checkpointing=training.checkpointing or model.checkpointing)
     require_budgets(model, training, on_gpu=resources.on_gpu)
     rates = _rates(options, training, resources, source=source, model=model)
-    chosen = cheapest(model, training, resources, rates)
+    best = cheapest(model, training, resources, rates) or nearest(model, training, resources, rates)
+    planned = [training, best.training]
+    if options.cache_bytes is None:  # as the strategy does by default
+        planned = [with_cache(model, one, resources) for one in planned]
+    asked, best = (make_plan(model, one, resources, rates) for one in planned)
     return Findings(
         model=model,
         resources=resources,
-        asked=make_plan(model, training, resources, rates),
-        best=nearest(model, training, resources, rates) if chosen is None else chosen,
+        asked=asked,
+        best=best,
         found_here=found_here(options),
         alternatives=alternatives(model, training, resources),
         drives=options.drives,

@@ -35,7 +35,8 @@ _SIZE = replace(
     num_bytes(_LEAST_BYTES), remedy="Pass a size with its unit, such as 24GB, 24GiB or 512MB", fault="is no size"
 )
 _size = reading(str, _SIZE)
-_gpu_size = reading(str, replace(optional(_SIZE, "none"), remedy="Pass a size with its unit, such as 24GB, or none"))
+_WORDS = "Pass a size with its unit, such as 24GB, or none"
+_size_or_none = reading(str, replace(optional(_SIZE, "none"), remedy=_WORDS))
 _gpus = reading(whole_number_in, between(1, 1024))
 _count = reading(whole_number_in, between(1, 10**15))
 _checkpoints = reading(
@@ -62,7 +63,11 @@ _BUDGETS = (
         "parameter_budget",
         "parameters that a process holds in memory with --offload-param nvme (default: what DeepSpeed reads ahead)",
     ),
-    ("dram-cache-bytes", "cache_bytes", "optimizer state that a process keeps in memory (default: none)"),
+    (
+        "dram-cache-bytes",
+        "cache_bytes",
+        "optimizer state that a process keeps in memory, or none (default: three quarters of it, less all else)",
+    ),
 )
 
 
@@ -98,7 +103,8 @@ def _add_training(group: Any) -> None:
     add("state-format", "format of the state on storage", choices=tuple(STATE_FORMATS))
     add("offload-param", "where parameters are stored between uses", choices=OFFLOADS)
     for name, dest, words in _BUDGETS:
-        group.add_argument(f"--{name}", dest=dest, type=_size, metavar="SIZE", help=words)
+        size = _size_or_none if dest == "cache_bytes" else _size
+        group.add_argument(f"--{name}", dest=dest, type=size, metavar="SIZE", help=words)
     group.add_argument(
         "--compression",
         type=_compression,
@@ -117,7 +123,7 @@ def _add_training(group: Any) -> None:
 def _add_machine(group: Any) -> None:
     group.add_argument("--storage", type=storage_folder, default=Path(), help="the storage folder (default: here)")
     group.add_argument(
-        "--gpu-memory", type=_gpu_size, metavar="SIZE", help="memory of each GPU, or none if the CPU computes"
+        "--gpu-memory", type=_size_or_none, metavar="SIZE", help="memory of each GPU, or none if the CPU computes"
     )
     group.add_argument("--gpus", type=_gpus, metavar="N", help="number of GPUs")
     group.add_argument("--host-memory", type=_size, metavar="SIZE", help="memory that all processes may use together")
@@ -142,7 +148,8 @@ def training_of(options: argparse.Namespace, resources: Resources) -> Training:
         ConfigError: Options contradict each other.
     """
     given = {each.name: getattr(options, each.name) for each in fields(Training) if hasattr(options, each.name)}
-    given["cache_bytes"] = given["cache_bytes"] or 0
+    if given["cache_bytes"] in (None, "none"):
+        given["cache_bytes"] = 0
     given["processes"] = options.processes or max(1, resources.num_gpus)
     if resources.on_gpu and given["processes"] > resources.num_gpus:
         raise ConfigError(

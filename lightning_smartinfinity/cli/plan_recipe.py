@@ -68,10 +68,8 @@ def _strategy_settings(training: Training, storage: Path) -> dict[str, Any]:
         transfer["gradient_bytes"] = training.gradient_budget
     if training.parameter_budget is not None:
         transfer["parameter_bytes"] = training.parameter_budget
-    if training.cache_bytes:
-        transfer["dram_cache_bytes"] = training.cache_bytes
-    if transfer:
-        settings["transfer"] = transfer
+    transfer["dram_cache_bytes"] = training.cache_bytes
+    settings["transfer"] = transfer
     if training.offload_param != "none":
         pinning = {"pin_memory": training.pin_memory} if training.offload_param == "cpu" else {}
         settings["zero"] = {"offload_param": {"device": training.offload_param, **pinning}}

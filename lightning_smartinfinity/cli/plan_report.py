@@ -89,7 +89,7 @@ def _verdict(found: Findings) -> Iterator[str]:
     if found.asked.fits:
         known = "" if found.model.passes is not None else " as far as is known: activations were not counted"
         yield f"It fits{known}{_tight(found.asked, found)}."
-        if found.best.training != found.asked.training:
+        if _changes(found.best, found.asked):
             roomier = found.asked.tight and not found.best.tight
             better = "A tenth of the memory stays free" if roomier else "It may be faster"
             yield f"{better} with {', '.join(_changes(found.best, found.asked))}."
@@ -100,7 +100,7 @@ def _verdict(found: Findings) -> Iterator[str]:
     if not best.fits:
         yield "No combination fits: tried were other places for parameters and for building the model, activation"
         yield "checkpoints, training that waits for its checkpoints, smaller micro-batches and state formats, and bf16."
-    if best.training != found.asked.training:
+    if _changes(best, found.asked):
         verdict = f"It fits{_tight(best, found)}" if best.fits else "It lacks the least"
         yield f"{verdict} with {', '.join(_changes(best, found.asked))}:"
         yield ""
@@ -113,7 +113,8 @@ def _tight(plan: Plan, found: Findings) -> str:
 
 def _changes(plan: Plan, asked: Plan) -> list[str]:
     before, after = asdict(asked.training), asdict(plan.training)
-    return [_setting(name, after[name]) for name in after if after[name] != before[name]]
+    # State in memory follows from the memory that other settings leave.
+    return [_setting(name, after[name]) for name in after if after[name] != before[name] and name != "cache_bytes"]
 
 
 def _setting(name: str, value: object) -> str:

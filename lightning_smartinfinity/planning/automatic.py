@@ -24,7 +24,7 @@ from lightning_smartinfinity.planning.needs_table import in_gb, needs_table
 from lightning_smartinfinity.planning.pace import Rates, seconds_beside_update
 from lightning_smartinfinity.planning.training import OFFLOADS, Training
 
-__all__ = ["Open", "choose", "plan_in_words"]
+__all__ = ["Open", "choose", "plan_in_words", "with_cache"]
 
 _SMALL_BUCKET = 1024 * 1024
 _LEAST_CACHE = 64 * 10**6  # less is not worth a setting
@@ -79,7 +79,8 @@ def choose(model: ModelFigures, training: Training, resources: Resources, rates:
         if fitting:
             best = min(fitting, key=beside)
             best = with_pinned(model, best, resources) if open_.offload_param else best
-            return make_plan(model, _with_cache(model, best, resources, open_), resources, rates)
+            filled = with_cache(model, best, resources) if open_.cache_bytes else best
+            return make_plan(model, filled, resources, rates)
         tried += candidates
     return make_plan(model, min(tried, key=partial(lack, model, resources)), resources, rates)
 
@@ -105,14 +106,23 @@ def _settings(model: ModelFigures, training: Training, open_: Open, *, on_gpu: b
             )
 
 
-def _with_cache(model: ModelFigures, training: Training, resources: Resources, open_: Open) -> Training:
-    if not open_.cache_bytes:
-        return training
+def with_cache(model: ModelFigures, training: Training, resources: Resources) -> Training:
+    """Return the training with state in the host memory that it leaves free, except for a quarter of that memory.
+
+    Args:
+        model: The model.
+        training: The training without state in memory.
+        resources: Resources of the machine.
+    """
     found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
-    most = max(need.total for need in found if need.place is MemoryKind.HOST)
+    # The state is kept in memory once the model is built, and what building took is free again.
+    most = max(need.total for need in found if need.place is MemoryKind.HOST and need.phase != "building")
     left = resources.host_memory - resources.host_memory // _KEPT_FREE - most
-    nbytes = min(left // training.processes, state_bytes(model, training)) // _GRAIN * _GRAIN
-    return replace(training, cache_bytes=nbytes) if nbytes >= _LEAST_CACHE else training
+    whole = state_bytes(model, training)
+    nbytes = min(left // training.processes, whole + _GRAIN - 1) // _GRAIN * _GRAIN
+    if nbytes < min(_LEAST_CACHE, whole):
+        return training
+    return replace(training, cache_bytes=nbytes)
 
 
 def plan_in_words(

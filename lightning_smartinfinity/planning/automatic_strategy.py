@@ -326,7 +326,7 @@ def _with(
         transfer["parameter_bytes"] = chosen.parameter_budget
     if chosen.gradient_budget != asked.gradient_budget:
         transfer["gradient_bytes"] = chosen.gradient_budget
-    if chosen.cache_bytes != asked.cache_bytes:
+    if open_.cache_bytes:
         transfer["dram_cache_bytes"] = chosen.cache_bytes
     return replace(
         settings,

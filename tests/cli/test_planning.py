@@ -321,7 +321,7 @@ NODES = ["--nodes", "3", "--network", "1GB", "--drives", "2", "--tbw", "100"]
     ("arguments", "words"),
     [
         pytest.param(
-            ["MODEL", *SMALL, "--tokens", "1e12", "--tbw", "1"],
+            ["MODEL", *SMALL, "--tokens", "1e12", "--tbw", "1", "--dram-cache-bytes", "none"],
             [
                 "It fits.",
                 "Life of the drive (1 TB",
@@ -363,6 +363,11 @@ NODES = ["--nodes", "3", "--network", "1GB", "--drives", "2", "--tbw", "100"]
             ["20M", *MACHINE, *BUDGETS],
             ["transfer={'gradient_bytes': 1000000000, 'parameter_bytes': 2000000000, 'dram_cache_bytes': 3000000000}"],
             id="budgets",
+        ),
+        pytest.param(
+            ["20M", *MACHINE],
+            ["state in memory 0.2", "transfer={'dram_cache_bytes': 2", '"dram_cache_bytes": 2'],
+            id="state is in memory by default",
         ),
     ],
 )
@@ -421,9 +426,10 @@ def test_activation_checkpoints_of_a_class_are_planned(
 
 def test_a_tight_plan_says_so(planned: Any, cli: Cli) -> None:
     """The report and the table name the place of which less than a tenth is left, and what leaves more."""
-    needs = planned("300M", *MACHINE, "--build", "configure_model")["asked"]["needs"]
+    streamed = ["--build", "configure_model", "--dram-cache-bytes", "none"]
+    needs = planned("300M", *MACHINE, *streamed)["asked"]["needs"]
     most = max(each["bytes"] for each in needs if each["place"] == "host")
-    narrow = [*MACHINE, "--build", "configure_model", "--host-memory", f"{most * 100 // 95 // 10**6}MB"]
+    narrow = [*MACHINE, *streamed, "--host-memory", f"{most * 100 // 95 // 10**6}MB"]
     found = planned("300M", *narrow)
     assert found["asked"]["fits"] and {each["place"] for each in found["asked"]["tight"]} == {"host"}
     assert not found["best"]["tight"]

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from tests.helpers.streamed_state import stream_state
 from tests.helpers.waiting import LIMIT, PROCESS_LIMIT
 
 # Most of these are imported only when an engine starts.
@@ -57,6 +58,7 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(sys.argv[1])
         listener.listen()
+        stream_state()
         for name in PRELOADED:
             importlib.import_module(name)
         # Garbage collection in the forked processes then leaves these pages alone, so they stay shared.

@@ -122,6 +122,14 @@ RUNS = {
         ["--size", "tiny", "--rounds", "1", "--stock-io", "glue"],
         ["| memory in progress | system |", "| 64 MiB | ours |", "| 64 MiB | aio |", "| all | raw |"],
     ),
+    "tiers.py": (
+        # DeepSpeed's own Adam would have to be built.
+        [
+            *("--size", "tiny", "--tokens", "32", "--steps", "6", "--stock-adam", "torch"),
+            *("--systems", "zero_offload", "default", "half", "nothing", "--clip", "on"),
+        ],
+        ["GPT-2 tiny, bf16, 32 tokens, clipping on", "| zero_offload |", "| default |", "| half |", "| nothing |"],
+    ),
     "training_record.py": (
         ["--size", "tiny", "--steps", "5", "--systems", "overlap none"],
         ["| system | step s | record ms |", "| overlap none |"],
@@ -142,7 +150,7 @@ SLOW = {
     *("compression_accuracy.py", "csim.py", "engines.py", "export.py", "formats.py", "import_time.py"),
     *("leaks.py", "memory.py"),
     *("paper_tables.py", "partitioned_parameters.py", "peak_memory.py", "plan.py", "scaling.py", "shared_disk.py"),
-    *("step.py", "tensor_store.py"),
+    *("step.py", "tensor_store.py", "tiers.py"),
     *("tiny_tensors.py", "training_record.py", "written_activations.py", "xrt_bindings.py"),
 }
 # The plots that plots.py makes of these figures, and texts in them.

@@ -24,7 +24,7 @@ from lightning_smartinfinity import (
     TransferConfig,
     UnsupportedError,
 )
-from lightning_smartinfinity.planning import automatic, choice
+from lightning_smartinfinity.planning import choice
 from lightning_smartinfinity.planning import needs as plan_needs
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings, plan_training
 from lightning_smartinfinity.planning.needs import PROCESS_BYTES, MemoryKind, held_by_update, needs
@@ -237,13 +237,10 @@ def test_what_fits(asked: Asked, tmp_path: Path) -> None:
     assert strategy._settings.state_format == ("int8" if asked.plan == INT8 else "fp32")
 
 
-def test_state_in_memory_is_left_out_only_where_the_user_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_in_memory_is_left_out_only_where_the_user_says_so(tmp_path: Path) -> None:
     """Without a size the plan keeps state in what is left of the memory; it leaves an explicit 0 as it is."""
-    monkeypatch.setattr(automatic, "_LEAST_CACHE", 10**6)
     seen = []
-    for given in ({}, {"dram_cache_bytes": 0}):
+    for given in ({"dram_cache_bytes": None}, {"dram_cache_bytes": 0}):
         strategy = fit(tmp_path, Configured(RECIPE), plan={"host_memory": "4GB"}, transfer=given)
         seen.append((strategy._settings.transfer.dram_cache_bytes, strategy.host_bytes.get("dram_cache", 0)))
         strategy.close()

@@ -23,6 +23,7 @@ from lightning_smartinfinity.pipeline import handler
 from tests.helpers.assertions import assert_equal
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
+from tests.helpers.streamed_state import DEFAULTS
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.unnamed import unnamed_files
 from tests.pipeline.wandering import Wandering
@@ -137,6 +138,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("nvme", {"overlap": "backward", "zero": nvme(), "transfer": {"durability": "none", "direct_io": "off"}}),
     ("16-mixed", {"overlap": "forward", "zero": nvme()}),
     ("16-mixed", {"overlap": "backward"}),
+    ("bf16-mixed", {"overlap": "forward", "transfer": DEFAULTS}),
     (
         "all budgets",
         {

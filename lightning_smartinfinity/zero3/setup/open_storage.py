@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 import warnings
 from collections.abc import Sequence
@@ -62,6 +63,8 @@ from lightning_smartinfinity.zero3.setup.update_device import card_file_bytes, m
 from lightning_smartinfinity.zero3.untyped import ParamGroup
 
 __all__ = ["gradient_store", "open_storage", "require_parameter_space", "with_cache", "with_gradient_budget"]
+
+_log = logging.getLogger(__name__)
 
 _MOST_ITEM_BYTES = 4  # largest size of a gradient's element
 
@@ -200,13 +203,24 @@ def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: Proces
     if settings.cards is not None:
         return layout
     transfer = settings.transfer
-    nbytes = transfer.dram_cache_bytes
-    if isinstance(nbytes, str):
-        # Memory of the arena and the ring, which may not be resident yet.
+    nbytes, reason = transfer.dram_cache_bytes, "dram_cache_bytes"
+    if not isinstance(nbytes, int):
+        # Memory of the arena, of a residual and of the ring, which may not be resident yet.
         ring = transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
-        own = measure_memory(reserved=_MOST_ITEM_BYTES * layout.numel + ring)
+        per_element = _MOST_ITEM_BYTES * (1 if settings.compression is None else 2)
+        own = measure_memory(reserved=per_element * layout.numel + ring)
         nbytes = share_of_memory(gather(own, group), own)
-    return with_residents(layout, nbytes=nbytes or 0, written_through=transfer.writes_through)
+        reason = "its share of what is free, except for a quarter of all memory"
+    layout = with_residents(layout, nbytes=nbytes, written_through=transfer.writes_through)
+    sizes = [extent.nbytes for extent in layout.extents.extents]
+    _log.info(
+        "%.2f of %.2f GiB of this process's optimizer state stay in host memory; the limit is %.2f GiB: %s.",
+        sum(sizes[: layout.num_resident]) / 2**30,
+        sum(sizes) / 2**30,
+        nbytes / 2**30,
+        reason,
+    )
+    return layout
 
 
 def with_gradient_budget(
