@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from threading import RLock
 from typing import Any
 
 __all__ = ["Shared", "replaced", "wrapped"]
@@ -43,7 +42,7 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> AbstractContex
 
 
 class Shared:
-    """A context that is entered for its first user and left after its last, in any order and by any threads.
+    """A context that is entered for its first user and left after its last.
 
     Args:
         enter: Function that returns the context, such as one of :func:`wrapped`.
@@ -51,25 +50,16 @@ class Shared:
 
     def __init__(self, enter: Callable[[], AbstractContextManager[None]]) -> None:
         self._enter = enter
-        self._lock = RLock()  # a finalizer may end it while the same thread begins
         self._users, self._context = 0, ExitStack()
 
     def begin(self) -> None:
         """Add a user; the first one enters the context."""
-        with self._lock:
-            if self._users == 0:
-                self._context.enter_context(self._enter())
-            self._users += 1
+        if self._users == 0:
+            self._context.enter_context(self._enter())
+        self._users += 1
 
     def end(self) -> None:
         """Remove a user; the last one leaves the context."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._context.close()
-
-    def __enter__(self) -> None:
-        self.begin()
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
+        self._users -= 1
+        if self._users == 0:
+            self._context.close()

@@ -16,18 +16,19 @@ import re
 import stat
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import copy
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smartinfinity.common.fake_tensors import fake_tensors
-from lightning_smartinfinity.common.patches import Shared, replaced
+from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.storage.folders.open_folder import kind_of
 from lightning_smartinfinity.storage.io.files import limited
@@ -109,6 +110,30 @@ def _load(file: str | Path, **options: Any) -> Pickled:
         return torch.load(path, **options)
 
 
+class _Mapping:
+    """Makes torch.load map files by :func:`_mapped` while any thread is loading."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_loads = 0
+        self._patch = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_loads == 0:
+                self._patch.enter_context(replaced(torch.UntypedStorage, "from_file", _mapped))
+            self._num_loads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_loads -= 1
+            if self._num_loads == 0:
+                self._patch.close()
+
+
+_MAPPING = _Mapping()
+
+
 def _mapped(path: str, shared: bool, nbytes: int) -> torch.UntypedStorage:
     """Map a file as torch does, but reserve no memory: Linux would refuse a file larger than the memory.
 
@@ -117,10 +142,6 @@ def _mapped(path: str, shared: bool, nbytes: int) -> torch.UntypedStorage:
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
     return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
-
-
-_MAPPING = Shared(lambda: replaced(torch.UntypedStorage, "from_file", _mapped))
-"""Makes torch.load map files by :func:`_mapped` while any thread is loading."""
 
 
 @contextmanager

@@ -13,21 +13,16 @@ import pickle
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from lightning_smartinfinity.common.patches import Shared, wrapped
 from lightning_smartinfinity.storage.io.files import bounded
 from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import (
     BLOCK_BYTES,
@@ -45,8 +40,6 @@ CHECKSUMS_KEY = "smart_infinity_checksums"
 """Key of the checksums in the file."""
 
 _THREADS = 4  # two cores compared 18 GB/s, the limit of their memory
-_PIECE_BYTES = 4 * BLOCK_BYTES  # of a thread at a time
-_SMALL_BYTES = 2 << 20  # while they are in a core's cache, that takes as long as to wake a thread
 _ZIP_MAGIC = b"PK"
 _PICKLE = "/data.pkl"
 _REMEDY = "Export or copy it again, or use another file."
@@ -81,13 +74,9 @@ def load_verified(load: Callable[..., Pickled], path: str | Path) -> Pickled:
     later = _compared_later(Path(path)) if verified else ()
     if verified:
         check_records(Path(path), tensors=True, but=later, remedy=_REMEDY)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        checksums = _Checksums(pool)
-        with checksums.computed_while_read() if later else nullcontext():
-            loaded = load_by(load, path)
-        saved = loaded.pop(CHECKSUMS_KEY, None) if isinstance(loaded, dict) else None
-        agree = not later or _agree(saved, loaded, checksums)
-    if not agree:
+    loaded = load_by(load, path)
+    saved = loaded.pop(CHECKSUMS_KEY, None) if isinstance(loaded, dict) else None
+    if later and not _agree(saved, loaded):
         # Damaged; or another program has changed the weights and saved the file with new CRC-32s; or the loading
         # function returns other content than the file's.
         check_records(Path(path), tensors=True, remedy=_REMEDY)
@@ -187,7 +176,7 @@ def _names_in(saved: Any) -> Sequence[str]:
     return names
 
 
-def _agree(saved: Any, loaded: Mapping[str, Any], checksums: _Checksums) -> bool:
+def _agree(saved: Any, loaded: Mapping[str, Any]) -> bool:
     """Return whether the weights have the CRC-32C that were saved with them; False if none are left to compare."""
     names = _names_in(saved)
     if not names:
@@ -195,66 +184,11 @@ def _agree(saved: Any, loaded: Mapping[str, Any], checksums: _Checksums) -> bool
     values = [loaded.get("state_dict", {}).get(name) for name in names]
     if not all(isinstance(value, torch.Tensor) for value in values):
         return False
-    found = [piece for value in values for piece in checksums.of(value)]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = list(chain.from_iterable(pool.map(_checksums_in, values)))
     expected: list[int] = saved["crc32c"].tolist()
-    return list(chain.from_iterable(piece() for piece in found)) == expected
+    return found == expected
 
 
-class _Checksums:
-    """Computes the CRC-32C of blocks of weights in threads: while torch reads the next ones, if it reads by our seam.
-
-    Args:
-        pool: The threads.
-    """
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
-        # By address. The storages stay referenced, so that nothing else can be at these addresses.
-        self._read: dict[int, tuple[NDArray[np.uint8], list[Callable[[], list[int]]]]] = {}
-
-    @contextmanager
-    def computed_while_read(self) -> Iterator[None]:
-        """Compute those of all storages that this thread reads from files within this context."""
-        token = _READING.set(self)
-        try:
-            with _READS:
-                yield
-        finally:
-            _READING.reset(token)
-
-    def add(self, storage: torch.UntypedStorage) -> None:
-        """Begin to compute those of a storage that was read."""
-        content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        self._read[content.ctypes.data] = content, self._begin(content)
-
-    def of(self, weight: torch.Tensor) -> list[Callable[[], list[int]]]:
-        """Return those of a weight, piece by piece."""
-        if weight.device.type == "cpu" and weight.is_contiguous():
-            content, pieces = self._read.get(weight.data_ptr(), (None, []))
-            if content is not None and content.size == weight.nbytes:
-                return pieces
-        return [self._pool.submit(_checksums_in, weight).result]
-
-    def _begin(self, content: NDArray[np.uint8]) -> list[Callable[[], list[int]]]:
-        if content.size <= _SMALL_BYTES:
-            checksums = checksums_of(content)
-            return [lambda: checksums]
-        pieces = (content[begin : begin + _PIECE_BYTES] for begin in range(0, content.size, _PIECE_BYTES))
-        return [self._pool.submit(checksums_of, piece).result for piece in pieces]
-
-
-def _checksums_in(weight: torch.Tensor) -> list[int]:
-    return checksums_of(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-
-
-_READING: ContextVar[_Checksums | None] = ContextVar("_READING", default=None)
-
-
-def _read_storage(original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    tensor = original(*args)
-    if (checksums := _READING.get()) is not None:
-        checksums.add(tensor.untyped_storage())
-    return tensor
-
-
-_READS = Shared(lambda: wrapped(torch._C.PyTorchFileReader, "get_storage_from_record", _read_storage))
+def _checksums_in(value: torch.Tensor) -> list[int]:
+    return checksums_of(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
