@@ -314,15 +314,19 @@ class TrainingSession(ABC):
 
     def _offload_for(self, optimizer: Optimizer) -> OffloadSettings:
         """Return the settings with the chosen update device; warn if compression brings no gain."""
-        from lightning_smartinfinity.zero3.setup.update_device import choose_update_device
+        from lightning_smartinfinity.zero3.setup.update_device import choose_update_device, compute_threads
 
         settings = self._settings
         assert settings.storage is not None
+        threads = compute_threads(
+            settings.transfer.compute_threads, num_processes=self._local_world_size, on_gpu=self._on_cuda
+        )
+        transfer = replace(settings.transfer, compute_threads=threads)
         offload = OffloadSettings(
-            **vars(settings),
+            **{**vars(settings), "transfer": transfer},
             gradient_itemsize=2 if gradients_are_16_bit(self._engine_config) else 4,
             parameter_itemsize=2 if is_16_bit(self._engine_config) else 4,
-            feed_back_threads=feed_back_threads(settings.transfer.compute_threads, self._local_world_size),
+            feed_back_threads=feed_back_threads(threads, self._local_world_size),
             resumes=self._fit_record.resumes,
             records=self._fit_record.automatic,
             own_hyperparameters=self._own_hyperparameters,

@@ -79,9 +79,9 @@ class TransferConfig:
             any size. The update also holds one gradient per parameter of the rank's partition; on a GPU, slots for
             parameters (with Adam a sixth of the ring in 16 bit, a third in fp32); with parameters on storage, a staging
             buffer as large as the ring; and the state that ``dram_cache_bytes`` keeps in memory.
-        compute_threads: Number of update threads per rank. One usually keeps up with one disk. More threads help if
-            arithmetic, not storage, is the bottleneck, but they use cores that forward and backward need. Results do
-            not depend on it.
+        compute_threads: Number of update threads per rank. More threads help if arithmetic, not storage, is the
+            bottleneck, but they use cores that forward and backward need. ``"auto"``: half of the rank's share of the
+            cores if a GPU trains, a quarter if the CPU does; at least 1, at most 8. Results do not depend on it.
         io_engine: ``"io_uring"`` (registered files and, if the limit on lockable memory allows it, registered buffers:
             the least CPU time), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the
             page cache, whose pages are released at once: for file systems without direct I/O) or ``"auto"`` (io_uring
@@ -128,7 +128,7 @@ class TransferConfig:
 
     tasklet_bytes: int | str | None = None
     num_buffers: int = 16
-    compute_threads: int = 1
+    compute_threads: int | str = "auto"
     io_engine: str = "auto"
     dram_cache_bytes: int | str | None = None
     gradient_bytes: int | str = "auto"
@@ -151,7 +151,7 @@ class TransferConfig:
             self,
             tasklet_bytes=optional(num_bytes(_MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES)),
             num_buffers=NUM_BUFFERS,
-            compute_threads=between(1, MAX_THREADS),
+            compute_threads=optional(between(1, MAX_THREADS), "auto"),
             io_engine=one_of("auto", "io_uring", "threads", "plain"),
             dram_cache_bytes=optional(optional(num_bytes(0), "auto")),
             gradient_bytes=optional(num_bytes(0), "auto"),

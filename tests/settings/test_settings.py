@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import math
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from lightning_smartinfinity import (
 from lightning_smartinfinity.integrations.lightning_options import checked_options
 from lightning_smartinfinity.native.formats import STATE_FORMATS, optimizers_of
 from lightning_smartinfinity.settings.strategy import StrategySettings
+from lightning_smartinfinity.zero3.setup.update_device import compute_threads
 
 Strategy = type[SmartInfinityStrategy] | type[SmartInfinityFabricStrategy]
 STRATEGIES: tuple[Strategy, ...] = (SmartInfinityStrategy, SmartInfinityFabricStrategy)
@@ -303,3 +305,21 @@ def test_strategy_takes_codecs_only(compression: Any) -> None:
     """The strategy refuses a compression that is not a gradient codec, and the error says what to pass."""
     with pytest.raises(ConfigError, match=r"is not a gradient codec.*TopK"):
         SmartInfinityStrategy(compression=compression)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "cores", "processes", "on_gpu", "threads"),
+    [
+        ("auto", 2, 1, False, 1),
+        ("auto", 2, 2, True, 1),
+        ("auto", 16, 2, True, 4),
+        ("auto", 64, 1, False, 8),
+        (3, 2, 1, True, 3),
+    ],
+)
+def test_how_many_threads_update(
+    wanted: int | str, cores: int, processes: int, on_gpu: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They never exceed a share of the cores, which is larger where a GPU trains."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert compute_threads(wanted, num_processes=processes, on_gpu=on_gpu) == threads

@@ -42,7 +42,7 @@ from lightning_smartinfinity.storage.extents import BLOCK_BYTES, ExtentMap
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raise_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
-__all__ = ["card_file_bytes", "choose_update_device", "make_device", "takes_tasklets"]
+__all__ = ["card_file_bytes", "choose_update_device", "compute_threads", "make_device", "takes_tasklets"]
 
 T = TypeVar("T")
 
@@ -50,6 +50,7 @@ _log = logging.getLogger(__name__)
 
 _SMALL_TASKLET_BYTES = 16 << 20
 _LEAST_GRADIENT_BYTES = 2  # per element
+_MOST_THREADS = 8  # of the update by itself; more are seldom faster, because memory bandwidth is the limit
 
 
 class _Report(NamedTuple):
@@ -249,6 +250,20 @@ def takes_tasklets(settings: OffloadSettings, extents: ExtentMap) -> bool:
     numel = extents.tasklet_numel
     has_blocks = extents.num_tasklets == 1 or numel * _LEAST_GRADIENT_BYTES % BLOCK_BYTES == 0
     return settings.cards is None or (has_blocks and min(numel, extents.numel) <= LARGEST_NUMEL)
+
+
+def compute_threads(wanted: int | str, *, num_processes: int, on_gpu: bool) -> int:
+    """Return the number of threads with which one process updates.
+
+    Args:
+        wanted: ``TransferConfig.compute_threads``.
+        num_processes: Number of processes on this machine, which share its cores.
+        on_gpu: Whether a GPU computes forward and backward, and leaves the cores to the update.
+    """
+    if isinstance(wanted, int):
+        return wanted
+    cores = len(os.sched_getaffinity(0)) // num_processes
+    return min(max(1, cores // (2 if on_gpu else 4)), _MOST_THREADS)
 
 
 def make_device(settings: OffloadSettings, extents: ExtentMap, optimizer: str) -> StorageDevice:
