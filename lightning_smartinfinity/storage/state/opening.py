@@ -141,7 +141,7 @@ def create_store(
         rank=rank,
         world_size=world_size,
         num_machines=num_machines,
-        durability=config.manifest_durability,
+        durability=config.durability,
         keep=config.keep is True,
         extents=extents,
         description=description,
