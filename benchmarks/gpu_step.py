@@ -4,8 +4,9 @@
     python benchmarks/gpu_step.py --size 3B --sequences 8 --checkpointing on --gpu-memory 24
 
 Each system trains a Llama-shaped model in bf16 in a process of its own. smart_infinity keeps the parameters on the
-device, and its update runs beside forward (backward: as gradients come); int8 is its state format, and host and storage
-are where its parameters lie; budgets has them on storage, with 4 GB of them and 1 GB of gradients in memory.
+device and all state on storage, and its update runs beside forward (backward: as gradients come). default also keeps
+state in host memory, as far as that is free; int8 is its state format, and host and storage are where its parameters
+are; budgets has them on storage, with 4 GB of them and 1 GB of gradients in memory.
 zero_infinity has its optimizer state on storage and zero_infinity_parameters its parameters too, both pipelined, with
 12 buffers, blocks of 8 MiB and a queue depth of 32. smart_infinity_memory and zero_offload have the state in host
 memory, and adamw keeps everything in the device's. A step lasts from the end of the previous step to its own end, when
@@ -39,6 +40,7 @@ from training import PARTS, WARMUP, train_stock, train_with_package
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "smart_infinity": {},
+    "smart_infinity_default": {"settings": {"transfer": {}}},
     "smart_infinity_backward": {"settings": {"overlap": "backward"}},
     "smart_infinity_int8": {"settings": {"state_format": "int8"}},
     "smart_infinity_memory": {"settings": {"transfer": {"dram_cache_bytes": "auto", "durability": "none"}}},
@@ -53,7 +55,14 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "zero_infinity": {"optimizer": "nvme"},
     "zero_infinity_parameters": {"optimizer": "nvme", "parameters": "nvme"},
 }
-DEFAULT = ("smart_infinity", "smart_infinity_backward", "smart_infinity_int8", "smart_infinity_memory", "adamw")
+DEFAULT = (
+    "smart_infinity_default",
+    "smart_infinity",
+    "smart_infinity_backward",
+    "smart_infinity_int8",
+    "smart_infinity_memory",
+    "adamw",
+)
 DEFAULT += ("zero_offload", "zero_infinity")
 SWITCH = ("off", "on")
 PIECE_NUMEL = 1 << 20
