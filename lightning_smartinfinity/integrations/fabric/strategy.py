@@ -1,4 +1,4 @@
-"""``Fabric(strategy="smart_infinity")``: the user's own loop with optimizer state that is kept only on storage."""
+"""``Fabric(strategy="smart_infinity")``: the user's own loop with optimizer state that is kept on storage."""
 
 from __future__ import annotations
 

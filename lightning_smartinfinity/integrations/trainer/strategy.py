@@ -1,4 +1,4 @@
-"""``Trainer(strategy="smart_infinity")``: ZeRO-3 whose optimizer state is kept only on storage."""
+"""``Trainer(strategy="smart_infinity")``: ZeRO-3 whose optimizer state is kept on storage."""
 
 from __future__ import annotations
 
@@ -96,8 +96,9 @@ class LightningOptions(SharedOptions, total=False):
 class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeedStrategy):
     """Trains models whose optimizer state does not fit in memory.
 
-    ZeRO-3 partitions the parameters. Master weights and optimizer state are kept only on storage: every step streams
-    them through a ring of buffers of fixed size, and updates them there.
+    ZeRO-3 partitions the parameters. Master weights and optimizer state are kept on storage. Every step streams them
+    through a ring of buffers of fixed size, updates them there and writes them back. What free host memory holds is
+    not read again.
 
     Args:
         **options: Settings of Lightning's ``DeepSpeedStrategy`` under the same names (:class:`LightningOptions`).

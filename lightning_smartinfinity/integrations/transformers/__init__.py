@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` and Accelerate with optimizer state that is kept only on storage.
+"""``transformers.Trainer`` and Accelerate with optimizer state that is kept on storage.
 
 ::
 

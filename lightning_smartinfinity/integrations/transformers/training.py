@@ -1,4 +1,4 @@
-"""A context in which ``transformers.Trainer`` and Accelerate train with optimizer state that is only on storage."""
+"""A context in which ``transformers.Trainer`` and Accelerate train with optimizer state that is kept on storage."""
 
 from __future__ import annotations
 
