@@ -162,8 +162,8 @@ class Scenario {
         numel_ = 1 + random_.upto(random_.upto(3) > 0 ? 3000 : 150000);
         constexpr double kRatios[] = {0.001, 0.01, 0.1, 0.5, 1.0};
         const double ratio = kRatios[random_.upto(4)];
-        top_k_ = std::make_shared<TopK>(ratio, std::nullopt,
-                                        random_.upto(3) == 0 ? Precision::kSampled : Precision::kExact);
+        top_k_ =
+            std::make_shared<TopK>(ratio, std::nullopt, random_.upto(3) == 0 ? Precision::kSampled : Precision::kExact);
         codec_ = random_.upto(3) == 0 ? std::shared_ptr<const GradientCodec>(std::make_shared<BlockScaled>()) : top_k_;
     }
 
