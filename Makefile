@@ -109,6 +109,7 @@ unit: $(INSTALLED) ## The tests; the output ends with those that failed (13 min)
 test-cards: ## The tests of SmartSSDs, emulated (1.5 min)
 	@$(MAKE) unit PYTEST_OPTIONS="tests/smartssd tests/hls tests/xrt $(PYTEST_OPTIONS)"
 
+test-long: export LONG := 1
 test-long: test-cards ## The tests that take minutes each, those of cards, and 4 GB in the folder for temporary files
 	@$(MAKE) unit PYTEST_OPTIONS="--long -m long -o timeout=3600 -o faulthandler_timeout=3630 $(PYTEST_OPTIONS)"
 	@for time in $$(seq 12); do $(MAKE) test-activations || exit; done

@@ -2,6 +2,7 @@
 # Installs, if it may (as root on a system with apt-get), what only tests use: XRT 2.13, through which the emulated
 # SmartSSDs of tests/xrt work, and bindfs, by which two machines in tests/nodes see one file system. Without them those
 # tests are skipped.
+# With LONG=1 also a compiler and an emulator for 64-bit ARM.
 # Usage: tools/test_packages.sh [ROOT]   ROOT: folder of the system's files, / by default
 set -euo pipefail
 
@@ -15,6 +16,10 @@ has_xrt() {
 
 has_two_machines() {
     [ -e "$root/usr/bin/bindfs" ] && compgen -G "$root/usr/*bin/ip" >/dev/null
+}
+
+has_arm() {
+    [ -e "$root/usr/bin/aarch64-linux-gnu-g++" ] && [ -e "$root/usr/bin/qemu-aarch64" ]
 }
 
 # need CHECK WHAT TESTS PACKAGES
@@ -42,3 +47,4 @@ export DEBIAN_FRONTEND=noninteractive
 # Headers of libxrt-dev include uuid-dev's.
 need has_xrt "XRT $version" "on emulated SmartSSDs" "libxrt1 libxrt-dev uuid-dev"
 need has_two_machines "bindfs" "on two machines" "bindfs iproute2"
+[ -z "${LONG:-}" ] || need has_arm "a compiler and an emulator for ARM" "on ARM" "g++-aarch64-linux-gnu qemu-user"

@@ -27,6 +27,7 @@ ALLOWED_REASONS = (NO_BINDFS, NO_CUDA, NO_FILE_SYSTEM, NO_LOOP_DEVICE, NO_MOUNTS
 
 def RunIf(
     *,
+    arm: bool = False,
     cuda_devices: int = 0,
     bindfs: bool = False,
     fuse: bool = False,
@@ -38,6 +39,7 @@ def RunIf(
     """Skips a test where the machine lacks what it needs.
 
     Args:
+        arm: Whether the test builds for 64-bit ARM and emulates it, which ``make test-long`` installs if it may.
         cuda_devices: Number of CUDA devices that the test uses.
         bindfs: Whether the test mounts folders by bindfs, which ``make test`` installs if it may.
         fuse: Whether the test mounts a file system of its own, which is possible where ``.ci/run`` runs.
@@ -48,6 +50,9 @@ def RunIf(
     """
     import torch
 
+    if arm:
+        missing = [name for name in ("aarch64-linux-gnu-g++", "qemu-aarch64") if shutil.which(name) is None]
+        return pytest.mark.skipif(bool(missing), reason=f"this machine lacks {missing}")
     if bindfs:
         can = shutil.which("bindfs") is not None and os.access("/dev/fuse", os.W_OK)
         return pytest.mark.skipif(not can, reason=NO_BINDFS)

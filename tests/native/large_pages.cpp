@@ -1,7 +1,9 @@
 // A kernel with pages of EMULATED_PAGE_BYTES, for a process that preloads this library: memory is mapped, unmapped and
-// given back in whole pages, and the end of a range is rounded up to one, as by Linux.
+// given back in whole pages, and the end of a range is rounded up to one, as by Linux. Linux does not drop a part of a
+// page from its cache of files: such a call ends the process.
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -81,5 +83,10 @@ int munmap(void* address, std::size_t bytes) noexcept {
 
 int madvise(void* address, std::size_t bytes, int advice) noexcept {
     return begins_a_page(address) ? real(madvise, "madvise")(address, whole(bytes), advice) : -1;
+}
+
+int posix_fadvise(int file, off_t offset, off_t bytes, int advice) noexcept {
+    if (static_cast<std::size_t>(offset | bytes) % page() != 0) std::abort();
+    return real(posix_fadvise, "posix_fadvise")(file, offset, bytes, advice);
 }
 }

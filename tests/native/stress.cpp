@@ -373,6 +373,7 @@ class Scenario {
         for (auto& array : found.arrays) std::fill(array.begin(), array.end(), -1.0f);
         require(!work(whole(Operation::kRead, found)), "the state cannot be read", seed_);
         require(found == expected_, "the state differs", seed_);
+        for (const auto& array : found.arrays) record(array.data(), array.size() * sizeof(float));
     }
 
     // Checks that a pipeline without resident tasklets reads the state that was written through.

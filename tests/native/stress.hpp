@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -14,7 +15,14 @@
 #include <string>
 #include <vector>
 
+#include "checksum/crc32c.hpp"
+
 namespace smart_infinity {
+
+// Checksum of results that must have the same bits on every CPU. The programs print it, for comparison.
+inline std::uint32_t digest = 0;
+
+inline void record(const void* data, std::size_t bytes) { digest = crc32c(data, bytes, digest); }
 
 inline void require(bool condition, const char* what, std::uint64_t seed) {
     if (condition) return;
@@ -22,6 +30,7 @@ inline void require(bool condition, const char* what, std::uint64_t seed) {
     std::_Exit(1);
 }
 
+// Draw at most one number in the arguments of a call: compilers choose the order of their evaluation.
 class Random {
  public:
     explicit Random(std::uint64_t seed) : generator_(seed) {}
@@ -29,7 +38,12 @@ class Random {
     std::size_t between(std::size_t first, std::size_t last) { return first + upto(last - first); }
     bool one_in(std::size_t number) { return upto(number - 1) == 0; }
     bool coin() { return one_in(2); }
-    float normal() { return normal_(generator_); }
+    // Returns roughly a normal number. That of the standard library depends on the library's logarithm.
+    float normal() {
+        float sum = 0;
+        for (int i = 0; i < 4; ++i) sum += std::ldexp(static_cast<float>(upto(1 << 22)), -20) - 2;
+        return sum / 2;
+    }
     template <class Item>
     void shuffle(std::vector<Item>& items) {
         std::shuffle(items.begin(), items.end(), generator_);
@@ -40,7 +54,6 @@ class Random {
 
  private:
     std::mt19937_64 generator_;
-    std::normal_distribution<float> normal_;
 };
 
 // Makes a file of this length and returns its path, which the caller unlinks.
@@ -56,7 +69,7 @@ inline int run_scenarios(int argc, char** argv, const std::function<void(std::ui
     if (argc != 5) return 2;
     const std::uint64_t first = std::strtoull(argv[2], nullptr, 10), number = std::strtoull(argv[3], nullptr, 10);
     for (std::uint64_t seed = first; seed < first + number; ++seed) run(seed);
-    std::printf("%llu scenarios\n", static_cast<unsigned long long>(number));
+    std::printf("%llu scenarios, digest %08x\n", static_cast<unsigned long long>(number), digest);
     return 0;
 }
 

@@ -1,5 +1,6 @@
-// Works tasklets of random formats, sizes, borders and segments, without I/O, in memory of exact size, so that a
-// sanitizer sees any access beyond it. Built with sanitizers by test_builds.py.
+// Works tasklets of random formats, types, sizes, borders and segments, without I/O, in memory of exact size, so that a
+// sanitizer sees any access beyond it. First compares all checksums with the table's. Built with sanitizers, and for
+// ARM, by test_builds.py.
 
 #include <algorithm>
 #include <cmath>
@@ -8,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "checksum/crc32c.hpp"
 #include "pipeline/compute.hpp"
 #include "stress.hpp"
 #include "testing/seams.hpp"
@@ -37,10 +39,35 @@ const AdamStep kStep{0.5f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-
 
 using Arrays = std::vector<std::vector<float>>;
 
+// Computes checksums of lengths around the sizes of the loops, at each alignment, continuing another one and in two
+// pieces, with every width.
+void compare_checksums() {
+    constexpr std::size_t kAlignments = 64;
+    Random random(0);
+    std::vector<unsigned char> bytes(42000);
+    for (unsigned char& byte : bytes) byte = static_cast<unsigned char>(random.upto(255));
+    require(crc32c_by(0, "123456789", 9, 0) == 0xe3069283, "the table gives another checksum", 0);
+    for (std::size_t numel = 0; numel + kAlignments <= bytes.size(); numel += numel < 2600 ? 1 : 397) {
+        const unsigned char* const data = bytes.data() + numel % kAlignments;
+        const auto value = static_cast<std::uint32_t>(numel * 0x9e3779b9u);
+        const std::size_t cut = random.upto(numel);
+        const std::uint32_t expected = crc32c_by(0, data, numel, value);
+        for (const int width : crc32c_widths()) {
+            const std::uint32_t first = crc32c_by(width, data, cut, value);
+            require(crc32c_by(width, data, numel, value) == expected, "a width gives another checksum", numel);
+            require(crc32c_by(width, data + cut, numel - cut, first) == expected, "pieces give another", numel);
+        }
+        record(&expected, sizeof expected);
+    }
+}
+
 class Scenario {
  public:
     explicit Scenario(std::uint64_t seed) : seed_(seed), random_(seed) {
         identity_.state_format = static_cast<std::uint32_t>(random_.upto(kNumStateFormats - 1));
+        gradient_dtype_ = static_cast<DType>(random_.upto(kNumDTypes - 1));
+        parameter_dtype_ = static_cast<DType>(random_.upto(kNumDTypes - 1));
+        if (identity_.format().splits_master()) parameter_dtype_ = identity_.format().parameter_dtype;
         tasklet_.num_arrays = kMomentArrays;
         tasklet_.numel = 1 + random_.upto(random_.upto(3) == 0 ? 30000 : 1500);
         tasklet_.offset = random_.upto(1 << 20) * kCellNumel;
@@ -65,6 +92,7 @@ class Scenario {
         update();
         modify();
         copy(Operation::kRead, second);
+        for (const auto& array : second) record(array.data(), array.size() * sizeof(float));
     }
 
  private:
@@ -72,6 +100,7 @@ class Scenario {
         void operator()(void* memory) const { std::free(memory); }
     };
     using Memory = std::unique_ptr<std::byte, Free>;
+    using Bytes = std::vector<std::byte>;
 
     Memory make_extent() const {
         return Memory(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, tasklet_.extent_bytes)));
@@ -80,7 +109,10 @@ class Scenario {
     Arrays arrays() const { return Arrays(kMomentArrays, std::vector<float>(tasklet_.numel)); }
 
     void fill(std::vector<float>& values) {
-        for (float& value : values) value = std::ldexp(random_.normal(), -static_cast<int>(random_.upto(40)));
+        for (float& value : values) {
+            value = random_.normal();
+            value = std::ldexp(value, -static_cast<int>(random_.upto(40)));
+        }
     }
 
     void work(Operation operation, const std::vector<Segment>& segments, std::byte* extent) {
@@ -118,13 +150,15 @@ class Scenario {
 
     // Updates on every instruction set, with other segments each time. All must give the same extent.
     void update() {
-        std::vector<float> gradients(tasklet_.numel);
-        fill(gradients);
-        std::vector<std::vector<std::uint16_t>> parameters;
+        std::vector<float> values(tasklet_.numel);
+        fill(values);
+        Bytes gradients(tasklet_.numel * item_bytes(gradient_dtype_));
+        kernels().narrow[static_cast<std::size_t>(gradient_dtype_)](values.data(), gradients.data(), values.size());
+        std::vector<Bytes> parameters;
         std::vector<Memory> extents;
         for (const InstructionSet choice : supported_instruction_sets()) {
             select_instruction_set(choice);
-            parameters.emplace_back(tasklet_.numel);
+            parameters.emplace_back(tasklet_.numel * item_bytes(parameter_dtype_));
             extents.push_back(make_extent());
             std::memcpy(extents.back().get(), extent_.get(), tasklet_.extent_bytes);
             work(Operation::kUpdate, cut(gradients, parameters.back()), extents.back().get());
@@ -132,10 +166,13 @@ class Scenario {
                     "an instruction set gives another extent", seed_);
             require(parameters.back() == parameters.front(), "an instruction set gives other parameters", seed_);
         }
+        random_ = Random(seed_);  // as after any number of instruction sets
         extent_ = std::move(extents.front());
+        record(parameters.front().data(), parameters.front().size());
+        record(extent_.get() + tasklet_.extent_bytes - kTrailerPageBytes, kTrailerPageBytes);  // has all checksums
     }
 
-    std::vector<Segment> cut(const std::vector<float>& gradients, std::vector<std::uint16_t>& parameters) {
+    std::vector<Segment> cut(const Bytes& gradients, Bytes& parameters) {
         std::vector<std::uint64_t> cuts{tasklet_.numel};
         for (const std::uint64_t border : borders_) {
             if (random_.upto(1) == 0) cuts.push_back(border);
@@ -150,9 +187,10 @@ class Scenario {
             segment.offset = first;
             segment.numel = last - first;
             segment.step = 0;
-            segment.gradient = reinterpret_cast<Address>(gradients.data() + first);
-            segment.parameter = reinterpret_cast<Address>(parameters.data() + first);
-            segment.parameter_dtype = DType::kBFloat16;
+            segment.gradient = reinterpret_cast<Address>(gradients.data() + first * item_bytes(gradient_dtype_));
+            segment.gradient_dtype = gradient_dtype_;
+            segment.parameter = reinterpret_cast<Address>(parameters.data() + first * item_bytes(parameter_dtype_));
+            segment.parameter_dtype = parameter_dtype_;
             segments.push_back(segment);
             first = last;
         }
@@ -162,6 +200,8 @@ class Scenario {
     std::uint64_t seed_;
     Random random_;
     Identity identity_;
+    DType gradient_dtype_;
+    DType parameter_dtype_;
     Tasklet tasklet_;
     std::vector<std::uint64_t> borders_;
     Memory extent_;
@@ -171,5 +211,6 @@ class Scenario {
 }  // namespace smart_infinity
 
 int main(int argc, char** argv) {
+    smart_infinity::compare_checksums();
     return smart_infinity::run_scenarios(argc, argv, [](std::uint64_t seed) { smart_infinity::Scenario(seed).run(); });
 }

@@ -161,8 +161,9 @@ class Scenario {
     Scenario(const std::string& folder, std::uint64_t seed) : folder_(folder), seed_(seed), random_(seed) {
         numel_ = 1 + random_.upto(random_.upto(3) > 0 ? 3000 : 150000);
         constexpr double kRatios[] = {0.001, 0.01, 0.1, 0.5, 1.0};
-        top_k_ = std::make_shared<TopK>(kRatios[random_.upto(4)], std::nullopt,
-                                        random_.upto(3) == 0 ? Precision::kSampled : Precision::kExact);
+        const double ratio = kRatios[random_.upto(4)];
+        top_k_ =
+            std::make_shared<TopK>(ratio, std::nullopt, random_.upto(3) == 0 ? Precision::kSampled : Precision::kExact);
         codec_ = random_.upto(3) == 0 ? std::shared_ptr<const GradientCodec>(std::make_shared<BlockScaled>()) : top_k_;
     }
 
@@ -186,6 +187,7 @@ class Scenario {
             require(gradient.allocated_bytes() <= most_allocated(gradient), "compression allocates too much", seed_);
             require(payloads.back() == payloads.front(), "an instruction set gives another payload", seed_);
         }
+        record(payloads.front().data(), payloads.front().size());
         return payloads.front();
     }
 

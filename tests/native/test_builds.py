@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.fresh_python import fresh_python
 from tests.helpers.native_testing import crc32c_widths, supported_instruction_sets
+from tests.helpers.runif import RunIf
 from tests.helpers.waiting import BUILD_TEST_LIMIT
 from tests.native.builds import ROOT, built_once, locked, run
 
@@ -25,29 +26,50 @@ from tests.native.builds import ROOT, built_once, locked, run
 )
 def test_only_one_symbol_is_visible(source: str, kinds: str, name: str) -> None:
     """Only the table of kernels or the checksum is visible, so the linker cannot choose code that a CPU cannot run."""
-    objects = (ROOT / "build").glob(f"cp*/CMakeFiles/*/**/{source}.cpp.o")  # the package was linked from the newest
+    objects = (ROOT / "build").glob(f"cp*/CMakeFiles/*/**/{source}*.cpp.o")  # the package was linked from the newest
     symbols = run("nm", "-C", "-g", max(objects, key=lambda path: path.stat().st_mtime)).stdout.splitlines()
     [[kind, symbol]] = [line[17:].split(maxsplit=1) for line in symbols]
     assert kind in kinds and re.fullmatch(name, symbol.partition("(")[0])
 
 
-# ---- the native core under the compilers' sanitizers in random scenarios (stress*.cpp)
+# ---- the native core under the compilers' sanitizers, and on ARM, in random scenarios (stress*.cpp)
 
 
 PROGRAMS = ("stress", "stress_card", "stress_formats", "stress_gradients", "stress_queue", "stress_watch")
-NUM_SEEDS = "200"
 
 
-def built(sanitizers: str) -> Path:
+def built(kind: str, *options: str) -> Path:
     """Return the folder of the programs, in which only what changed is compiled again."""
-    folder = ROOT / "build" / f"stress_{sanitizers.replace(',', '_')}"
+    folder = ROOT / "build" / f"stress_{kind.replace(',', '_')}"
     # A unity build is faster, since nearly all of the time goes into headers.
-    options = ["CMAKE_BUILD_TYPE=Debug", "CMAKE_UNITY_BUILD=ON", f"SMART_INFINITY_SANITIZE={sanitizers}"]
-    switches = ["SMART_INFINITY_BUILD_STRESS=ON", "SMART_INFINITY_BUILD_MODULE=OFF"]
+    switches = ["CMAKE_UNITY_BUILD=ON", "SMART_INFINITY_BUILD_STRESS=ON", "SMART_INFINITY_BUILD_MODULE=OFF"]
     with locked(folder / "lock"):
-        run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *(f"-D{option}" for option in options + switches))
+        run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *(f"-D{option}" for option in [*options, *switches]))
         run("cmake", "--build", folder, "--target", *PROGRAMS, "--parallel", "4")
     return folder
+
+
+def built_with(sanitizers: str) -> Path:
+    """Return the folder of the programs with these sanitizers."""
+    return built(sanitizers, "CMAKE_BUILD_TYPE=Debug", f"SMART_INFINITY_SANITIZE={sanitizers}")
+
+
+def built_for_arm() -> Path:
+    """Return the folder of the programs for ARM, with all optimizations."""
+    return built("arm", f"CMAKE_TOOLCHAIN_FILE={Path(__file__).with_name('aarch64.cmake')}")
+
+
+def stressed(build: Path, program: str, folder: Path, num_seeds: int, *emulator: str) -> str:
+    """Run a program, which has to find nothing wrong, and return what it prints."""
+    command = (*emulator, build / program, folder, "0", str(num_seeds), build / "libfake_cuda.so")
+    completed = run(*command, expect_success=False)
+    if "unexpected memory mapping" in completed.stderr:
+        # Older thread sanitizers know fewer address-space layouts than kernels use.
+        completed = run("setarch", "-R", *command, expect_success=False)
+    told = f"{program}\n{completed.stdout}\n{completed.stderr}"
+    assert completed.returncode == 0, told
+    assert re.fullmatch(rf"{num_seeds} scenarios, digest [0-9a-f]{{8}}\n", completed.stdout), told
+    return completed.stdout
 
 
 @pytest.mark.timeout(BUILD_TEST_LIMIT)
@@ -55,15 +77,52 @@ def built(sanitizers: str) -> Path:
 @pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
 def test_stress(tmp_path: Path, sanitizers: str) -> None:
     """There is no bad access, leak, undefined behaviour or race, and every bit equals that of a plain loop."""
-    build = built(sanitizers)
+    build = built_with(sanitizers)
     for program in PROGRAMS:
-        command = (build / program, tmp_path, "0", NUM_SEEDS, build / "libfake_cuda.so")
-        completed = run(*command, expect_success=False)
-        if "unexpected memory mapping" in completed.stderr:
-            # Older thread sanitizers know fewer address-space layouts than kernels use.
-            completed = run("setarch", "-R", *command, expect_success=False)
-        told = f"{program}\n{completed.stdout}\n{completed.stderr}"
-        assert (completed.returncode, completed.stdout) == (0, f"{NUM_SEEDS} scenarios\n"), told
+        stressed(build, program, tmp_path, 200)
+
+
+@RunIf(arm=True)
+@pytest.mark.timeout(BUILD_TEST_LIMIT)
+@pytest.mark.long
+@pytest.mark.parametrize("page_bytes", [4 << 10, 64 << 10])
+def test_on_arm(tmp_path: Path, page_bytes: int) -> None:
+    """On ARM, emulated, nothing is wrong either, and every result has the same bits as on this machine."""
+    here, there = built_with("address,undefined"), built_for_arm()
+    emulator = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-p", str(page_bytes))
+    for program in PROGRAMS:
+        assert stressed(there, program, tmp_path, 30, *emulator) == stressed(here, program, tmp_path, 30), program
+
+
+def loops_on_arm(source: str) -> dict[str, list[str]]:
+    """Return the loops of each function of an object file that has any, each loop as the text of its instructions."""
+    [code] = built_for_arm().glob(f"CMakeFiles/*/**/{source}.cpp.o")
+    listing = run("aarch64-linux-gnu-objdump", "-dC", "--no-show-raw-insn", code).stdout
+    found: dict[str, list[str]] = {}
+    for name, body in re.findall(r"^\w+ <(.+)>:\n((?:.+\n)+)", listing, re.MULTILINE):
+        lines = [line.strip().partition(":\t")[::2] for line in body.splitlines()]
+        numbers = {address: number for number, (address, _) in enumerate(lines)}
+        for end, (_, instruction) in enumerate(lines):
+            jump = re.match(r"(?:b|b\.\w+|cbn?z|tbn?z)\t(?:.*\t| .*)?(?:.*, )?([0-9a-f]+) <", instruction)
+            if jump and (first := numbers.get(jump[1], end + 1)) <= end:
+                found.setdefault(name, []).append("\n".join(text for _, text in lines[first : end + 1]))
+    return found
+
+
+@RunIf(arm=True)
+@pytest.mark.timeout(BUILD_TEST_LIMIT)
+@pytest.mark.long
+def test_loops_on_arm() -> None:
+    """All kernels work on whole vectors, and the checksum by CRC instructions and multiplications at the same time."""
+    kernels = loops_on_arm("kernels_scalar")
+    for name, loops in kernels.items():
+        roots = "update" in name and "SgdStep" not in name
+        whole = r"^fsqrt\tv\d+\.4s" if roots else r"^st[rp]\tq|^\w+\tv\d+\.(4s|2d), v\d+\.(4s|2d), v"
+        assert any(re.search(whole, loop, re.MULTILINE) for loop in loops), name
+    for rule, number in (("Adam", 48), ("Adagrad", 12), ("Sgd", 12), ("Rmsprop", 12)):
+        assert sum(f"{rule}Step" in name for name in kernels) == number
+    [loops] = loops_on_arm("crc32c_128_arm").values()
+    assert any((loop.count("crc32cx"), loop.count("pmull")) == (12, 6) for loop in loops)
 
 
 # ---- memory that goes back to a system with pages of 16 or 64 KiB takes nothing with it that is lent or taken
@@ -118,6 +177,13 @@ assert all((values[block] == expected).all() for block, expected in taken.items(
 for block in taken:
     memory.drop(block * BLOCK, BLOCK)
 assert not values.any(), "what is dropped takes up memory"
+
+# The plain engine drops what it has read from the page cache, also where a request begins or ends within a page.
+with open("read", "wb") as file:
+    file.write(bytes(BLOCKS * BLOCK))
+queue, file = native.FileQueue(io_engine="plain"), native.StateFile("read", direct=False)
+for block in (0, 3, 5):
+    assert queue.wait(queue.read(file, offset=block * BLOCK, address=values.ctypes.data, nbytes=3 * BLOCK)) is None
 """
 
 

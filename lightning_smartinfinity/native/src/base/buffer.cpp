@@ -68,7 +68,7 @@ bool HostBuffer::give_back(std::size_t offset, std::size_t bytes) noexcept {
 
 bool HostBuffer::try_register(std::shared_ptr<const HostRegistrar> registrar) {
     if (registrar_) throw std::invalid_argument("HostBuffer: it is registered already");
-    if (!registrar->register_host(data_, align_up(bytes_, kBlockBytes))) return false;
+    if (!registrar->register_host(data_, align_up(bytes_, page_bytes()))) return false;
     registrar_ = std::move(registrar);
     return true;
 }

@@ -4,6 +4,10 @@
 #include <array>
 #include <cstring>
 
+#ifdef SMART_INFINITY_ARM
+#include <sys/auxv.h>
+#endif
+
 #include "checksum/crc32c_folding.hpp"
 #include "kernels/instruction_set.hpp"
 
@@ -57,6 +61,8 @@ std::uint32_t extend_by_table(std::uint32_t crc, const unsigned char* data, std:
 ExtendCrc32c* extend_with([[maybe_unused]] int width) {
 #ifdef SMART_INFINITY_X86
     if (width == 512) return extend_crc32c_512;
+#endif
+#if defined(SMART_INFINITY_X86) || defined(SMART_INFINITY_ARM)
     if (width == 128) return extend_crc32c_128;
 #endif
     return extend_by_table;
@@ -81,6 +87,9 @@ std::vector<int> crc32c_widths() {
     if (widths.size() == 2 && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f")) {
         widths.push_back(512);
     }
+#elif defined(SMART_INFINITY_ARM)
+    constexpr unsigned long kNeeded = HWCAP_CRC32 | HWCAP_PMULL;
+    if ((::getauxval(AT_HWCAP) & kNeeded) == kNeeded) widths.push_back(128);
 #endif
     return widths;
 }

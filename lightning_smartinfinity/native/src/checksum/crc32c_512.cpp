@@ -1,6 +1,5 @@
-#include <immintrin.h>
-
 #include "checksum/crc32c_folding.hpp"
+#include "checksum/crc32c_x86.inl"
 
 namespace {
 

@@ -1,6 +1,11 @@
 // Computes CRC-32C by carry-less multiplication and by the CPU's CRC instruction at the same time: they use different
-// parts of the CPU. crc32c_128.cpp and crc32c_512.cpp define the registers and then include this file:
+// parts of the CPU. crc32c_128.cpp, crc32c_128_arm.cpp and crc32c_512.cpp define the CPU's instructions and registers,
+// and then include this file:
 //
+//     using Crc = ...;  // the type of the CRC instruction's register, of which 32 bits are used
+//     Crc crc_of_word(Crc crc, std::uint64_t word);
+//     Crc crc_of_byte(Crc crc, unsigned char byte);
+//     std::uint64_t carryless_product(std::uint32_t left, std::uint32_t right);
 //     struct Lanes {
 //         using Register = ...;  // one or more lanes of 16 bytes
 //         static Register load(const unsigned char* data);
@@ -83,9 +88,7 @@ constexpr Moves kOverFolded = moves_over(kFoldedBytes);
 constexpr Moves kOverStream = moves_over(kStreamBytes);
 
 inline std::uint32_t moved(std::uint32_t crc, std::uint32_t factor) {
-    const __m128i product =
-        _mm_clmulepi64_si128(_mm_cvtsi32_si128(static_cast<int>(crc)), _mm_cvtsi32_si128(static_cast<int>(factor)), 0);
-    return static_cast<std::uint32_t>(_mm_crc32_u64(0, static_cast<std::uint64_t>(_mm_cvtsi128_si64(product))));
+    return static_cast<std::uint32_t>(crc_of_word(0, carryless_product(crc, factor)));
 }
 
 // ---- the two parts
@@ -98,7 +101,7 @@ class Streams {
     void turn() {
         for (std::size_t i = 0; i < kStreamBytes; i += sizeof(std::uint64_t)) {
             for (std::size_t stream = 0; stream < kStreams; ++stream) {
-                crcs_[stream] = _mm_crc32_u64(crcs_[stream], load_word(data_ + stream * stretch_ + i));
+                crcs_[stream] = crc_of_word(crcs_[stream], load_word(data_ + stream * stretch_ + i));
             }
         }
         data_ += kStreamBytes;
@@ -106,7 +109,7 @@ class Streams {
 
     void prefetch(std::size_t bytes) const {
         for (std::size_t stream = 0; stream < kStreams; ++stream) {
-            _mm_prefetch(reinterpret_cast<const char*>(data_ + stream * stretch_ + bytes), _MM_HINT_T0);
+            __builtin_prefetch(data_ + stream * stretch_ + bytes);
         }
     }
 
@@ -122,7 +125,7 @@ class Streams {
  private:
     const unsigned char* data_;
     std::size_t stretch_;
-    std::uint64_t crcs_[kStreams];
+    Crc crcs_[kStreams];
 };
 
 class Folded {
@@ -140,9 +143,7 @@ class Folded {
     }
 
     void prefetch(std::size_t bytes) const {
-        for (std::size_t i = 0; i < kFoldedBytes; i += 64) {
-            _mm_prefetch(reinterpret_cast<const char*>(data_ + bytes + i), _MM_HINT_T0);
-        }
+        for (std::size_t i = 0; i < kFoldedBytes; i += 64) __builtin_prefetch(data_ + bytes + i);
     }
 
     // Returns the checksum of this stretch alone: the folded data leaves the same remainder.
@@ -152,8 +153,10 @@ class Folded {
         for (std::size_t i = 1; i < kRegisters; ++i) last = Lanes::multiply_add(last, factors, registers_[i]);
         alignas(kRegisterBytes) unsigned char lanes[kRegisterBytes];
         Lanes::store(lanes, last);
-        std::uint64_t crc = 0;
-        for (std::size_t i = 0; i < kRegisterBytes; i += sizeof crc) crc = _mm_crc32_u64(crc, load_word(lanes + i));
+        Crc crc = 0;
+        for (std::size_t i = 0; i < kRegisterBytes; i += sizeof(std::uint64_t)) {
+            crc = crc_of_word(crc, load_word(lanes + i));
+        }
         return static_cast<std::uint32_t>(crc);
     }
 
@@ -200,9 +203,9 @@ std::uint32_t extend(std::uint32_t crc, const unsigned char* data, std::size_t b
         data += turns * kTurnBytes;
     }
     for (; bytes >= sizeof(std::uint64_t); bytes -= sizeof(std::uint64_t), data += sizeof(std::uint64_t)) {
-        crc = static_cast<std::uint32_t>(_mm_crc32_u64(crc, load_word(data)));
+        crc = static_cast<std::uint32_t>(crc_of_word(crc, load_word(data)));
     }
-    for (; bytes > 0; --bytes, ++data) crc = _mm_crc32_u8(crc, *data);
+    for (; bytes > 0; --bytes, ++data) crc = static_cast<std::uint32_t>(crc_of_byte(crc, *data));
     return crc;
 }
 

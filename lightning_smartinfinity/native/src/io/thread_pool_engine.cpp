@@ -3,15 +3,18 @@
 #include <fcntl.h>
 #include <sys/types.h>
 
+#include "base/buffer.hpp"
 #include "io/blocking_transfer.hpp"
 
 namespace smart_infinity {
 namespace {
 
-// Advises the kernel to start writing written pages to storage, and to drop pages that were read. It may decline.
+// Advises the kernel to start writing written pages to storage, and to drop pages that were read. It may decline. It
+// keeps a page of which only a part is named, as at the border of two requests.
 void release_pages(const IoRequest& request) {
-    const auto offset = static_cast<off_t>(request.offset);
-    const auto bytes = static_cast<off_t>(request.bytes);
+    const std::size_t first = request.offset / page_bytes() * page_bytes();
+    const auto offset = static_cast<off_t>(first);
+    const auto bytes = static_cast<off_t>(align_up(request.offset + request.bytes, page_bytes()) - first);
     if (request.direction == Direction::kWrite) {
         (void)::sync_file_range(request.descriptor, offset, bytes, SYNC_FILE_RANGE_WRITE);
     } else {

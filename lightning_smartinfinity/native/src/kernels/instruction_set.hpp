@@ -7,7 +7,7 @@
 
 namespace smart_infinity {
 
-enum class InstructionSet { kScalar, kAvx2, kAvx512 };
+enum class InstructionSet { kScalar, kAvx2, kAvx512 };  // kScalar: what every CPU of its kind has; on ARM, NEON
 
 // Returns the sets that this CPU and operating system support, slowest first.
 std::vector<InstructionSet> supported_instruction_sets();

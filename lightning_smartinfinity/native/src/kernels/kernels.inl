@@ -194,6 +194,8 @@ void update(const RmspropStep& step, const UpdateArrays& arrays, std::size_t num
     float* __restrict grad_avg = arrays.arrays[RmspropStep::kGradAvg];
     const auto* __restrict gradient = static_cast<const typename Gradient::Storage*>(arrays.gradient);
     auto* __restrict parameter = static_cast<typename Parameter::Storage*>(arrays.parameter);
+    // Six arrays need more checks for overlap than the compiler adds by itself.
+#pragma GCC ivdep
     for (std::size_t i = 0; i < numel; ++i) {
         float p = master[i];
         const float scaled = Gradient::widen(gradient[i]) * s.gradient_scale;
