@@ -36,7 +36,7 @@ _SIZE = replace(
 )
 _size = reading(str, _SIZE)
 _WORDS = "Pass a size with its unit, such as 24GB, or none"
-_size_or_none = reading(str, replace(optional(_SIZE, "none"), remedy=_WORDS))
+_size_or_none = reading(lambda text: "none" if text == "0" else text, replace(optional(_SIZE, "none"), remedy=_WORDS))
 _gpus = reading(whole_number_in, between(1, 1024))
 _count = reading(whole_number_in, between(1, 10**15))
 _checkpoints = reading(
@@ -66,7 +66,7 @@ _BUDGETS = (
     (
         "dram-cache-bytes",
         "cache_bytes",
-        "optimizer state that a process keeps in memory, or none (default: three quarters of it, less all else)",
+        "optimizer state that a process keeps in memory, or none (default: what is left, but for a quarter of all)",
     ),
 )
 

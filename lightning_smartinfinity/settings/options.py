@@ -60,8 +60,9 @@ ACCEPTED = {
 }
 """Accepted options by place: all three constructors, their dicts, and the dicts inside of ``zero``."""
 
-_STATE = "Leave it out: optimizer state is always in the folders of storage=..., and transfer={'dram_cache_bytes': "
-_STATE += "'auto'} keeps in host memory what fits."
+_STATE = (
+    "Leave it out: optimizer state is always in the folders of storage=..., and by default host memory keeps what fits."
+)
 _CHECKPOINTING = "Call deepspeed.checkpointing.configure(None, {}=True) before you use deepspeed.checkpointing."
 _OFFLOAD_PARAM = "Pass zero={{'offload_param': {{'device': {!r}, {!r}: $value}}}}."
 _CONFIG = "Pass its section zero_optimization, without stage and offload_optimizer, as zero={...}."
@@ -149,8 +150,7 @@ _KEYS = {
     "stage": _Refusal("cannot be set, because training is always in ZeRO stage 3", "Leave it out."),
     "cpu_offload offload_optimizer": _Refusal(
         "cannot be set, because optimizer state is on storage",
-        "Leave it out: storage=... names the folders, and transfer={'dram_cache_bytes': 'auto'} keeps in host "
-        "memory what fits.",
+        "Leave it out: storage=... names the folders, and by default host memory keeps what fits.",
     ),
     # DeepSpeed still accepts these old names, and would silently move them into another section.
     "cpu_offload_param": _Refusal(

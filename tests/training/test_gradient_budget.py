@@ -313,21 +313,33 @@ def test_a_weight_that_is_used_once_more(ranks: int, tmp_path: Path) -> None:
         assert outcome["binding"] == 2 and outcome["generation"] == 4 and outcome["differ"] == []
 
 
-def memory_of(available: int) -> Any:
-    """Return a fake measurement of a machine with ``available`` free bytes."""
+def memory_of(available: int, *asked: list[int]) -> Any:
+    """Return a fake measurement of a machine with ``available`` free bytes; lists get what is to be reserved."""
 
     def measure(*, reserved: int) -> MemoryReport:
+        for each in asked:
+            each.append(reserved)
         return MemoryReport(machine=machine_identity(), limits={"machine": MemoryLimit(0, available)}, reserved=0)
 
     return measure
 
 
-@pytest.mark.parametrize("durability", ["step", "none"])
-def test_what_is_free_becomes_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str) -> None:
-    """With "auto" the cache holds as many whole tasklets as fit into free memory, and the strategy reports it."""
-    monkeypatch.setattr(storage, "measure_memory", memory_of(100_000))
-    transfer = {**SMALL_RING, "dram_cache_bytes": "auto", "durability": durability}
-    _, trainer, _ = train(Run(out=str(tmp_path), recipe=BF16, transfer=transfer, options={"overlap": "none"}))
+@pytest.mark.parametrize(
+    ("durability", "budget", "activations"),
+    [("step", {}, None), ("none", {"gradient_bytes": 200_000}, {"host_bytes": 10**7})],
+)
+def test_what_is_free_becomes_a_cache(
+    durability: str, budget: dict[str, int], activations: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "auto" the cache holds as many whole tasklets as fit into free memory, and the strategy reports it.
+
+    What the training has still to allocate is reserved.
+    """
+    asked: list[int] = []
+    monkeypatch.setattr(storage, "measure_memory", memory_of(100_000, asked))
+    transfer = {**SMALL_RING, "dram_cache_bytes": "auto", "durability": durability, **budget}
+    options = {"overlap": "none", "activations": activations}
+    _, trainer, _ = train(Run(out=str(tmp_path), recipe=BF16, transfer=transfer, options=options))
     strategy: Any = trainer.strategy
     cached, traffic = strategy.host_bytes["dram_cache"], strategy.traffic()
     assert (
@@ -335,3 +347,6 @@ def test_what_is_free_becomes_a_cache(tmp_path: Path, monkeypatch: pytest.Monkey
         and traffic.cached_read_bytes > 0
         and (traffic.cached_write_bytes > 0) == (durability == "none")
     )
+    ring = SMALL_RING["num_buffers"] * SMALL_RING["tasklet_bytes"]
+    gradients = strategy.host_bytes["gradient_arena"] if durability == "step" else 200_000
+    assert asked[0] == pytest.approx(ring + gradients + (0 if activations is None else 10**7), rel=0.02)

@@ -69,7 +69,7 @@ def open_state(
     if offload.resumes:
         put_together(offload, group)
         layout = as_stored(layout, offload, group)
-    layout = with_cache(layout, offload, group)
+    layout = with_cache(layout, offload, group, itemsize=dtype.itemsize, says=True)
     rank_state.partition = Partition(optimizer, layout)
     rank_state.partition.zero_padding()
     offload = with_gradient_budget(offload, layout, itemsize=dtype.itemsize, group=group)

@@ -66,7 +66,7 @@ __all__ = ["gradient_store", "open_storage", "require_parameter_space", "with_ca
 
 _log = logging.getLogger(__name__)
 
-_MOST_ITEM_BYTES = 4  # largest size of a gradient's element
+_FP32_BYTES = 4
 
 
 def open_storage(
@@ -198,29 +198,47 @@ def _migrate(
     return handler
 
 
-def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None) -> PartitionLayout:
-    """Return the layout with the resident tasklets set by ``dram_cache_bytes``; none on cards. Collective."""
+def with_cache(
+    layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None, *, itemsize: int, says: bool = False
+) -> PartitionLayout:
+    """Return the layout with the resident tasklets set by ``dram_cache_bytes``; none on cards. Collective.
+
+    Args:
+        layout: This rank's partition, without resident tasklets.
+        settings: The settings.
+        group: Process group of all ranks.
+        itemsize: Bytes per element of gradients in host memory.
+        says: Whether to log the size.
+    """
     if settings.cards is not None:
         return layout
-    transfer = settings.transfer
-    nbytes, reason = transfer.dram_cache_bytes, "dram_cache_bytes"
+    nbytes, reason = settings.transfer.dram_cache_bytes, "dram_cache_bytes"
     if not isinstance(nbytes, int):
-        # Memory of the arena, of a residual and of the ring, which may not be resident yet.
-        ring = transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
-        per_element = _MOST_ITEM_BYTES * (1 if settings.compression is None else 2)
-        own = measure_memory(reserved=per_element * layout.numel + ring)
+        own = measure_memory(reserved=_still_to_allocate(layout, settings, itemsize=itemsize))
         nbytes = share_of_memory(gather(own, group), own)
         reason = "its share of what is free, except for a quarter of all memory"
-    layout = with_residents(layout, nbytes=nbytes, written_through=transfer.writes_through)
-    sizes = [extent.nbytes for extent in layout.extents.extents]
-    _log.info(
-        "%.2f of %.2f GiB of this process's optimizer state stay in host memory; the limit is %.2f GiB: %s.",
-        sum(sizes[: layout.num_resident]) / 2**30,
-        sum(sizes) / 2**30,
-        nbytes / 2**30,
-        reason,
-    )
+    layout = with_residents(layout, nbytes=nbytes, written_through=settings.transfer.writes_through)
+    if says:
+        sizes = [extent.nbytes for extent in layout.extents.extents]
+        _log.info(
+            "%.2f of %.2f GiB of this process's optimizer state stay in host memory; the limit is %.2f GiB: %s.",
+            sum(sizes[: layout.num_resident]) / 2**30,
+            sum(sizes) / 2**30,
+            nbytes / 2**30,
+            reason,
+        )
     return layout
+
+
+def _still_to_allocate(layout: PartitionLayout, settings: OffloadSettings, *, itemsize: int) -> int:
+    """Return the bytes of host memory that the training takes after the size of the cache was chosen."""
+    transfer, gradients = settings.transfer, itemsize * layout.numel
+    if isinstance(transfer.gradient_bytes, int):
+        gradients = min(gradients, transfer.gradient_bytes)
+    residual = _FP32_BYTES * layout.numel if settings.compression is not None else 0
+    ring = transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
+    pool = settings.activations.host_bytes if settings.activations is not None else 0
+    return gradients + residual + ring + (pool if isinstance(pool, int) else 0)
 
 
 def with_gradient_budget(
@@ -349,7 +367,7 @@ def require_parameter_space(
     # Gradients beyond their budget need space, too. Their dtype is not known yet; this is their smallest possible size.
     itemsize = 2 if in_16_bit else 4
     offload = with_gradient_budget(replace(offload, gradient_itemsize=itemsize), layout, itemsize=itemsize, group=None)
-    extents = with_cache(layout, offload, None).extents
+    extents = with_cache(layout, offload, None, itemsize=offload.gradient_itemsize).extents
     moves = None if offload.resumes else plan_moves(offload, None)
     requests: list[SpaceRequest] = []
     with raising_together(), io_limit(transfer.io_timeout):
