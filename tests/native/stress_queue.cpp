@@ -79,8 +79,10 @@ class Scenario {
         });
         Seams::decorate_engine(
             queue_, [seed](std::unique_ptr<IoEngine> engine) { return with_faults(std::move(engine), seed, false); });
-        Seams::put_before_resizing(store_, [this] {
-            std::this_thread::sleep_for(std::chrono::microseconds(Random(seed_ + num_resized_++).upto(2000)));
+        // A thread that shrinks a file may outlive the scenario.
+        const auto num_resized = std::make_shared<std::atomic<std::uint64_t>>(0);
+        Seams::put_before_resizing(store_, [seed, num_resized] {
+            std::this_thread::sleep_for(std::chrono::microseconds(Random(seed + (*num_resized)++).upto(2000)));
         });
     }
 
@@ -278,7 +280,6 @@ class Scenario {
     const StateFile queue_file_;
     const std::shared_ptr<MemoryPool> pool_;
     std::array<Slot, kNumSlots> slots_;
-    std::atomic<std::uint64_t> num_resized_ = 0;
     std::atomic<int> num_failed_ = 0;
     std::atomic<bool> closed_ = false;
     std::atomic<bool> ended_ = false;
