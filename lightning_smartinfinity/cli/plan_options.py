@@ -36,7 +36,9 @@ _SIZE = replace(
 )
 _size = reading(str, _SIZE)
 _WORDS = "Pass a size with its unit, such as 24GB, or none"
-_size_or_none = reading(lambda text: "none" if text == "0" else text, replace(optional(_SIZE, "none"), remedy=_WORDS))
+_SIZE_OR_NONE = replace(optional(_SIZE, "none"), remedy=_WORDS)
+_size_or_none = reading(str, _SIZE_OR_NONE)
+_cache_size = reading(lambda text: "none" if text == "0" else text, _SIZE_OR_NONE)
 _gpus = reading(whole_number_in, between(1, 1024))
 _count = reading(whole_number_in, between(1, 10**15))
 _checkpoints = reading(
@@ -103,7 +105,7 @@ def _add_training(group: Any) -> None:
     add("state-format", "format of the state on storage", choices=tuple(STATE_FORMATS))
     add("offload-param", "where parameters are stored between uses", choices=OFFLOADS)
     for name, dest, words in _BUDGETS:
-        size = _size_or_none if dest == "cache_bytes" else _size
+        size = _cache_size if dest == "cache_bytes" else _size
         group.add_argument(f"--{name}", dest=dest, type=size, metavar="SIZE", help=words)
     group.add_argument(
         "--compression",

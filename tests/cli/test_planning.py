@@ -426,7 +426,7 @@ def test_activation_checkpoints_of_a_class_are_planned(
 
 def test_a_tight_plan_says_so(planned: Any, cli: Cli) -> None:
     """The report and the table name the place of which less than a tenth is left, and what leaves more."""
-    streamed = ["--build", "configure_model", "--dram-cache-bytes", "none"]
+    streamed = ["--build", "configure_model", "--dram-cache-bytes", "0"]
     needs = planned("300M", *MACHINE, *streamed)["asked"]["needs"]
     most = max(each["bytes"] for each in needs if each["place"] == "host")
     narrow = [*MACHINE, *streamed, "--host-memory", f"{most * 100 // 95 // 10**6}MB"]
