@@ -99,9 +99,9 @@ contracts: $(INSTALLED) ## Who may import whom, which room of the core may inclu
 	@python tools/seams.py --check
 
 # In the order of folders: by the number of tests, as xdist would have it, long files of few tests came last.
-unit: $(INSTALLED) ## The tests; the output ends with those that failed (13 min)
+unit: $(INSTALLED) ## The tests; the output ends with those that failed (15 min)
 	@tools/test_packages.sh
-	@echo "unit: the tests, in $(PYTEST_WORKERS) processes (13 min); what failed comes last"
+	@echo "unit: the tests, in $(PYTEST_WORKERS) processes (15 min); what failed comes last"
 	@cards=$(if $(CARDS),$$(python -m tools.card_tests $(CARDS) $(BASE:%=--base %))) && \
 	    HF_HUB_OFFLINE=1 python -m pytest --quiet --numprocesses $(PYTEST_WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $$cards $(PYTEST_OPTIONS)

@@ -329,13 +329,19 @@ def memory_of(available: int, *asked: list[int]) -> Any:
     [("step", {}, None), ("none", {"gradient_bytes": 200_000}, {"host_bytes": 10**7})],
 )
 def test_what_is_free_becomes_a_cache(
-    durability: str, budget: dict[str, int], activations: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    durability: str,
+    budget: dict[str, int],
+    activations: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With "auto" the cache holds as many whole tasklets as fit into free memory, and the strategy reports it.
+    """With "auto" the cache holds as many whole tasklets as fit into free memory; strategy and log report it once.
 
     What the training has still to allocate is reserved.
     """
     asked: list[int] = []
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(storage, "measure_memory", memory_of(100_000, asked))
     transfer = {**SMALL_RING, "dram_cache_bytes": "auto", "durability": durability, **budget}
     options = {"overlap": "none", "activations": activations}
@@ -347,6 +353,7 @@ def test_what_is_free_becomes_a_cache(
         and traffic.cached_read_bytes > 0
         and (traffic.cached_write_bytes > 0) == (durability == "none")
     )
+    assert caplog.text.count("stay in host memory; the limit is 0.00 GiB: its share of what is free") == 1
     ring = SMALL_RING["num_buffers"] * SMALL_RING["tasklet_bytes"]
     gradients = strategy.host_bytes["gradient_arena"] if durability == "step" else 200_000
     assert asked[0] == pytest.approx(ring + gradients + (0 if activations is None else 10**7), rel=0.02)

@@ -235,7 +235,8 @@ def _still_to_allocate(layout: PartitionLayout, settings: OffloadSettings, *, it
     transfer, gradients = settings.transfer, itemsize * layout.numel
     if isinstance(transfer.gradient_bytes, int):
         gradients = min(gradients, transfer.gradient_bytes)
-    residual = _FP32_BYTES * layout.numel if settings.compression is not None else 0
+    has_residual = settings.compression is not None and settings.compression.keeps_residual
+    residual = _FP32_BYTES * layout.numel if has_residual else 0
     ring = transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
     pool = settings.activations.host_bytes if settings.activations is not None else 0
     return gradients + residual + ring + (pool if isinstance(pool, int) else 0)

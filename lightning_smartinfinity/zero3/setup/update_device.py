@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 _SMALL_TASKLET_BYTES = 16 << 20
 _LEAST_GRADIENT_BYTES = 2  # per element
-_MOST_THREADS = 8  # of the update by itself; more are seldom faster, because memory bandwidth is the limit
+_MOST_THREADS = 8  # by itself, so that a machine with many cores keeps some; not measured with more than two
 
 
 class _Report(NamedTuple):
