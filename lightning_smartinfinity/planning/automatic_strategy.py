@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_smartinfinity.common.machine import available_cores
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
 from lightning_smartinfinity.planning.automatic import Open, choose, plan_in_words
@@ -357,7 +358,7 @@ def warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int, num_processes:
     plan = offload.cards
     resources = CompressionResources(
         num_cards=0 if plan is None else max(1, num_processes * len(plan.cards) // plan.sharers),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=available_cores(),
         num_threads=num_processes * offload.feed_back_threads,
         num_gpus=num_processes if on_gpu else 0,
         route=Route.STORAGE if through_storage else Route.HOST,

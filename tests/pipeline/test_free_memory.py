@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import random
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,16 @@ from lightning_smartinfinity.pipeline.layout.free_memory import (
 GIB = 2**30
 
 
-def machine(root: Path, *, group: str | None = None, line: str = "0::", **limits: dict[str, str]) -> Path:
-    (root / "proc/self").mkdir(parents=True)
+def machine(
+    root: Path, *, group: str | None = None, line: str = "0::", proc: Mapping[str, str] = {}, **limits: dict[str, str]
+) -> Path:
+    for name in ("self/status", *proc):
+        (root / "proc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "proc" / name).write_text(proc.get(name, ""))
     (root / "proc/meminfo").write_text(
         f"MemTotal:       {64 * GIB // 1024} kB\nMemFree:  1 kB\n"
         f"MemAvailable:   {40 * GIB // 1024} kB\nHugePages_Total: 0\n"
+        f"CommitLimit:    {32 * GIB // 1024} kB\nCommitted_AS:    {9 * GIB // 1024} kB\n"
     )
     if group is not None:
         (root / "proc/self/cgroup").write_text(f"1:cpu:/other\n{line}{group}\n")
@@ -78,6 +84,24 @@ MACHINES: dict[str, tuple[dict[str, Any], list[MemoryLimit]]] = {
             "memory__docker__abc": {"memory.limit_in_bytes": f"{NO_LIMIT}\n", "memory.usage_in_bytes": "1\n"},
         },
         [MemoryLimit(NO_LIMIT, NO_LIMIT - 1), MemoryLimit(16 * GIB, 8 * GIB)],
+    ),
+    # Beyond CommitLimit this machine refuses memory, even if it is free: vm.overcommit_memory=2.
+    "a machine that keeps its promises": (
+        {"proc": {"sys/vm/overcommit_memory": "2\n"}},
+        [MemoryLimit(32 * GIB, 23 * GIB)],
+    ),
+    # ulimit -d and ulimit -v.
+    "a limited process": (
+        {
+            "proc": {
+                "sys/vm/overcommit_memory": "0\n",
+                "self/status": f"Name: python\nVmSize:\t{3 * GIB // 1024} kB\nVmData:\t{GIB // 1024} kB\n",
+                "self/limits": f"{'Max data size':25} {6 * GIB:<20} unlimited            bytes\n"
+                f"{'Max resident set':25} unlimited            unlimited            bytes\n"
+                f"{'Max address space':25} {8 * GIB:<20} unlimited            bytes\n",
+            }
+        },
+        [MemoryLimit(6 * GIB, 5 * GIB), MemoryLimit(8 * GIB, 5 * GIB)],
     ),
 }
 
@@ -133,8 +157,7 @@ def jobs(draw: st.DrawFn) -> list[MemoryReport]:
     for _ in range(draw(st.integers(1, 8))):
         names = ("machine", *draw(st.sampled_from(paths)))
         limits = {name: (totals[name], draw(st.integers(0, totals[name]))) for name in names}
-        machine = draw(st.sampled_from(["one", "two"]))
-        ranks.append(report_of(machine, reserved=draw(st.integers(0, 20)), **limits))
+        ranks.append(report_of(draw(st.sampled_from(["one", "two"])), reserved=draw(st.integers(0, 20)), **limits))
     return ranks
 
 

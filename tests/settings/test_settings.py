@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import inspect
 import math
-import os
 import pickle
 import re
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from lightning_smartinfinity import (
 from lightning_smartinfinity.integrations.lightning_options import checked_options
 from lightning_smartinfinity.native.formats import STATE_FORMATS, optimizers_of
 from lightning_smartinfinity.settings.strategy import StrategySettings
-from lightning_smartinfinity.zero3.setup.update_device import compute_threads
+from lightning_smartinfinity.zero3.setup import update_device
 
 Strategy = type[SmartInfinityStrategy] | type[SmartInfinityFabricStrategy]
 STRATEGIES: tuple[Strategy, ...] = (SmartInfinityStrategy, SmartInfinityFabricStrategy)
@@ -67,8 +66,7 @@ def test_every_argument_is_documented(strategy: Strategy) -> None:
     """Both classes document every argument, in the constructor's order and with the same text."""
     assert strategy.__doc__ is not None and StrategySettings.__doc__ is not None
     section = strategy.__doc__.split("Args:\n")[1].split("\n\n")[0]
-    documented = re.findall(r"^ {8}(\*{0,2}\w+):", section, re.MULTILINE)
-    assert documented == [*DEFAULTS, "**options"]
+    assert re.findall(r"^ {8}(\*{0,2}\w+):", section, re.MULTILINE) == [*DEFAULTS, "**options"]
     shared = StrategySettings.__doc__.split("Args:\n")[1].split("\n\n")[0]
     assert section.startswith(shared)
 
@@ -321,5 +319,5 @@ def test_how_many_threads_update(
     wanted: int | str, cores: int, processes: int, on_gpu: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They never exceed a share of the cores, which is larger where a GPU trains."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    assert compute_threads(wanted, num_processes=processes, on_gpu=on_gpu) == threads
+    monkeypatch.setattr(update_device, "available_cores", lambda: cores)
+    assert update_device.compute_threads(wanted, num_processes=processes, on_gpu=on_gpu) == threads

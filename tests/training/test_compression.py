@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import logging
 import math
-import os
 import re
 import threading
 import warnings
@@ -32,7 +31,7 @@ from lightning_smartinfinity import (
 from lightning_smartinfinity.pipeline.gradients import device_selection
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients, feed_back_threads
 from lightning_smartinfinity.pipeline.handler import TransferHandler
-from lightning_smartinfinity.planning import cost
+from lightning_smartinfinity.planning import automatic_strategy, cost
 from lightning_smartinfinity.planning.automatic_strategy import warn_of_no_gain
 from lightning_smartinfinity.storage.records.residual_write import ResidualWrite
 from lightning_smartinfinity.zero3.optimizer import open_state
@@ -390,7 +389,7 @@ QUICK = TopK(0.01, error_feedback=False)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process be rank 0 on a machine with 64 cores."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(automatic_strategy, "available_cores", lambda: 64)
 
 
 def reasons(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import torch
 
+from lightning_smartinfinity.common.machine import available_cores
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory
 from lightning_smartinfinity.planning.choice import Resources
@@ -38,7 +38,7 @@ def survey_resources(storage: Path) -> Resources:
     return Resources(
         host_memory=min(limit.available for limit in report.limits.values()),
         disk=disk.free,
-        cores=len(os.sched_getaffinity(0)),
+        cores=available_cores(),
         gpu_memory=torch.cuda.get_device_properties(0).total_memory if num_gpus else None,
         num_gpus=num_gpus,
         drive_bytes=disk.total,
