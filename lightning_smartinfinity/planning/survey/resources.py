@@ -33,10 +33,9 @@ def survey_resources(storage: Path) -> Resources:
         disk = shutil.disk_usage(existing)
     except OSError as error:
         raise StorageError(f"The disk of {str(storage)!r} cannot be read: {error}.", "Pass --storage.") from error
-    report = measure_memory(reserved=0)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Resources(
-        host_memory=min(limit.available for limit in report.limits.values()),
+        host_memory=measure_memory(reserved=0).available,
         disk=disk.free,
         cores=available_cores(),
         gpu_memory=torch.cuda.get_device_properties(0).total_memory if num_gpus else None,
