@@ -23,7 +23,15 @@ from lightning_smartinfinity.native import (
     feed_back,
 )
 from tests.helpers.compressed import BLOCK, Payload, Source, block_scaled, build, compress, expand, fed_back, top_k
-from tests.helpers.golden import DTYPES, STEPS_OF_RULES, adam_step, assert_same_bits, encode, random_arrays
+from tests.helpers.golden import (
+    DTYPES,
+    STEPS_OF_RULES,
+    adam_step,
+    assert_all_same_bits,
+    assert_same_bits,
+    encode,
+    random_arrays,
+)
 from tests.helpers.native_testing import InstructionSet
 from tests.native.stored import JOB, Array, Compressing, Parts, Run, StoredState, decoded, mask_of
 
@@ -99,8 +107,7 @@ def test_as_with_payloads_by_numpy(tmp_path: Path, name: str, dtype: DType) -> N
             for index, payload in other.payloads.items():
                 np.testing.assert_array_equal(state.payloads[index][: payload.size], payload)
             assert_same_bits(found, expected)
-            for one, another in zip(state.read(), other.read(), strict=True):
-                assert_same_bits(one, another)
+            assert_all_same_bits(state.read(), other.read())
     np.testing.assert_array_equal(residual, before)
 
 
@@ -187,8 +194,7 @@ def test_as_its_dense_form(tmp_path: Path, name: str, dtype: DType, state_format
             stored.write(*state)
             assert stored.work(Operation.UPDATE, runs, [step]) is None
             results.append((parameter, *stored.read()))
-    for found, expected in zip(*results, strict=True):
-        assert_same_bits(found, expected)
+    assert_all_same_bits(*results)
 
 
 def stored_with(folder: Path, payload: Array, numel: int) -> StoredState:

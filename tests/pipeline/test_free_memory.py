@@ -165,6 +165,13 @@ def under(ranks: list[MemoryReport], machine: str, name: str) -> list[MemoryRepo
     return [rank for rank in ranks if rank.machine == machine and name in rank.limits]
 
 
+def room_for_caches(charged: list[MemoryReport], name: str) -> int:
+    """Return what a limit leaves these ranks: a quarter of each rank's tightest limit stays free."""
+    margin = max(min(limit.total for limit in rank.limits.values()) // 4 for rank in charged)
+    available = min(rank.limits[name].available for rank in charged)
+    return available - margin - sum(rank.reserved for rank in charged)
+
+
 @given(jobs(), st.randoms())
 def test_no_limit_is_exceeded(ranks: list[MemoryReport], order: random.Random) -> None:
     """Under every limit, caches and reserved memory fit and leave a quarter of each rank's tightest limit."""
@@ -176,9 +183,7 @@ def test_no_limit_is_exceeded(ranks: list[MemoryReport], order: random.Random) -
         assert shares == [share_of_memory(shuffled, own) for own in charged]
         assert min(shares) >= 0
         if max(shares) > 0:
-            available = min(rank.limits[name].available for rank in charged)
-            margin = max(min(limit.total for limit in rank.limits.values()) // 4 for rank in charged)
-            assert sum(shares) + sum(rank.reserved for rank in charged) + margin <= available
+            assert sum(shares) <= room_for_caches(charged, name)
 
 
 @given(jobs())
@@ -188,11 +193,5 @@ def test_a_rank_is_charged_for_no_limit_but_its_own(ranks: list[MemoryReport]) -
     With one more byte for each rank under it, one of these limits would be exceeded.
     """
     for own in ranks:
-        share = share_of_memory(ranks, own)
-        full = []
-        for name in own.limits:
-            charged = under(ranks, own.machine, name)
-            margin = max(min(limit.total for limit in rank.limits.values()) // 4 for rank in charged)
-            taken = sum(rank.reserved for rank in charged) + margin + len(charged) * (share + 1)
-            full.append(taken > min(rank.limits[name].available for rank in charged))
-        assert any(full)
+        share, limits = share_of_memory(ranks, own), {name: under(ranks, own.machine, name) for name in own.limits}
+        assert any(len(of) * (share + 1) > room_for_caches(of, name) for name, of in limits.items())
