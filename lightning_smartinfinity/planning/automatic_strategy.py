@@ -271,6 +271,8 @@ def _resources(
     return replace(
         first,
         host_memory=_given(config.host_memory) or host,
+        kept_free=None if _given(config.host_memory) else first.kept_free,
+        storage_is_memory=any(each.storage_is_memory for each in found),
         disk=_given(config.disk) or disk,
         gpu_memory=gpu if gpu is None else _given(config.gpu_memory) or gpu,
         num_gpus=around.processes if around.on_gpu else 0,
@@ -306,6 +308,8 @@ def _least(own: Resources) -> Resources:
     return replace(
         own,
         host_memory=min(each.host_memory for each in seen),
+        kept_free=max((each.kept_free for each in seen if each.kept_free is not None), default=None),
+        storage_is_memory=any(each.storage_is_memory for each in seen),
         disk=min(each.disk for each in seen),
         cores=min(each.cores for each in seen),
         gpu_memory=min(gpus, default=None),
