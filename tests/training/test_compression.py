@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -327,10 +328,6 @@ class OddState(pl.Callback):
         return {"kept": [1, object()]}
 
 
-def no_residual(*_: Any) -> None:
-    raise StorageError("Cannot write.", "Look at the disk.")
-
-
 @pytest.mark.parametrize(
     ("callback", "num_before", "reason"),
     [
@@ -348,7 +345,8 @@ def test_a_fit_that_cannot_be_recorded(
     So is a disk that takes no residual.
     """
     if callback is None:
-        monkeypatch.setattr(ResidualWrite, "_write", no_residual)
+        fails = mock.Mock(side_effect=StorageError("Cannot write.", "Look at the disk."))
+        monkeypatch.setattr(ResidualWrite, "_write", fails)
     strategy = strategy_in(tmp_path)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
