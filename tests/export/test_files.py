@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.cli.main import main
 from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import (
     CheckpointError,
@@ -51,6 +50,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMA
 from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.weight_source import TensorSpec
 from lightning_smartinfinity.zero3.checkpoints.formats.whole_file import CHECKSUMS_KEY, load_verified
+from tests.cli.conftest import Cli
 from tests.export.models import Trained, files_of
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind
@@ -136,14 +136,13 @@ SIZES = ["0", "0GB", "-1", "-5GB", "x", "", "nan", "nanGB", "inf", "infGB", "5XB
 
 
 @pytest.mark.parametrize("size", [*SIZES, 0, -1, True, 1.5])
-def test_a_size_of_files_that_is_none(size: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_size_of_files_that_is_none(size: Any, tmp_path: Path, cli: Cli) -> None:
     """Both ways to save and the command name the value, and write nothing."""
     for save in (ExportSettings, partial(save_module, LINEAR, tmp_path / "out")):
         with pytest.raises(ConfigError, match=re.escape(f"max_shard_size={size!r}")):
             save(max_shard_size=size)
     if isinstance(size, str):
-        assert main(["export", str(tmp_path), str(tmp_path / "out"), f"--max-shard-size={size}"]) == 1
-        assert repr(size) in capsys.readouterr().err
+        assert repr(size) in cli("export", tmp_path, tmp_path / "out", f"--max-shard-size={size}", status=1).err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -344,43 +343,40 @@ def test_a_file_that_was_changed(trained: Train, tmp_path: Path) -> None:
 # ---- what users do with exports
 
 
-def test_an_export_that_was_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_that_was_changed(folder: Path, cli: Cli) -> None:
     """Weights of another tool are refused with the remedy, which works; another configuration is the user's affair."""
     expected = weights_of(folder)
     (folder / "config.json").write_text("{}")
-    assert main(["scrub", str(folder), "--quiet"]) == 0 and capsys.readouterr().out.endswith("Whole.\n")
+    assert cli("scrub", folder, "--quiet").out.endswith("Whole.\n")
 
     changed = shards_of(folder)[0]
     (name, *_) = load_file(changed)
     save_file({**load_file(changed), name: expected[name] + 1}, changed)
     with pytest.raises(CheckpointError, match=f"{changed.name} .*another program.*delete .*{CHECKSUMS_NAME}"):
         read(folder, expected)
-    assert main(["scrub", str(folder), "--quiet"]) == 1 and changed.name in capsys.readouterr().out
+    assert changed.name in cli("scrub", folder, "--quiet", status=1).out
 
     (folder / CHECKSUMS_NAME).unlink()
     with pytest.warns(UserWarning, match=f"has no {CHECKSUMS_NAME}") as warned:
         found = read(folder, expected)
     assert len(warned) == 1 and torch.equal(found[name], expected[name] + 1)
-    assert main(["scrub", str(folder), "--quiet"]) == 2
-    assert f"there is no {CHECKSUMS_NAME}" in capsys.readouterr().err
+    assert f"there is no {CHECKSUMS_NAME}" in cli("scrub", folder, "--quiet", status=2).err
 
 
-def test_files_of_an_export(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_an_export(folder: Path, tmp_path: Path, cli: Cli) -> None:
     """A scrub reads one file, and names files that are missing, cut short or of another origin."""
     first, second, *_ = shards_of(folder)
-    assert main(["scrub", str(first), "--quiet"]) == 0
+    cli("scrub", first, "--quiet")
     shutil.copy(first, folder / "adapter.safetensors")
-    assert main(["scrub", str(folder), "--quiet"]) == 2
-    assert "adapter.safetensors has no checksums" in capsys.readouterr().err
+    assert "adapter.safetensors has no checksums" in cli("scrub", folder, "--quiet", status=2).err
     second.write_bytes(second.read_bytes()[:-1])
     (folder / INDEX).unlink()
-    assert main(["scrub", str(folder), "--quiet"]) == 1
-    said = capsys.readouterr().out
+    said = cli("scrub", folder, "--quiet", status=1).out
     assert f"{second} has " in said and f"{folder / INDEX} is missing" in said
-    assert main(["scrub", shutil.copy(first, tmp_path / "alone.safetensors").as_posix(), "--quiet"]) == 2
+    cli("scrub", shutil.copy(first, tmp_path / "alone.safetensors"), "--quiet", status=2)
 
 
-def test_checksums_of_a_newer_version(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checksums_of_a_newer_version(folder: Path, cli: Cli) -> None:
     """They are refused in words, and not called damaged. Other content is damage."""
     content = json.loads((folder / CHECKSUMS_NAME).read_text())
     del content["crc32c"]
@@ -388,13 +384,13 @@ def test_checksums_of_a_newer_version(folder: Path, capsys: pytest.CaptureFixtur
     (folder / CHECKSUMS_NAME).write_text(json.dumps({**content, "crc32c": sealed_json._seal(content)}))
     with pytest.raises(UnsupportedError, match=r"a newer version .* which reads 1\. Use version .* delete"):
         read_checksums(folder)
-    assert main(["scrub", str(folder), "--quiet"]) == 2
+    cli("scrub", folder, "--quiet", status=2)
     (folder / CHECKSUMS_NAME).write_text("[1]")
     with pytest.raises(CheckpointError, match="is damaged: its content is not what this package writes"):
         read_checksums(folder)
 
 
-def test_files_of_torch_without_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_torch_without_checksums(tmp_path: Path, cli: Cli) -> None:
     """Files of torch's older format and without CRC-32s load with one warning, and have status 2 in a scrub.
 
     A file that was cut to nothing is damaged.
@@ -410,15 +406,15 @@ def test_files_of_torch_without_checksums(tmp_path: Path, capsys: pytest.Capture
     for name in ("older.pt", "without.pt"):
         with pytest.warns(UserWarning, match="has no checksums") as warned:
             assert same(load_verified(torch.load, tmp_path / name), weights)
-        assert len(warned) == 1 and main(["scrub", str(tmp_path / name), "--quiet"]) == 2
-        assert "has no checksums" in capsys.readouterr().err
+        assert len(warned) == 1
+        assert "has no checksums" in cli("scrub", tmp_path / name, "--quiet", status=2).err
     with warnings.catch_warnings(action="error"):
         load_verified(torch.load, tmp_path / "with.pt")
-    assert main(["scrub", str(tmp_path / "with.pt"), "--quiet"]) == 0
+    cli("scrub", tmp_path / "with.pt", "--quiet")
     (tmp_path / "with.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"with\.pt is damaged: it is empty"):
         load_verified(torch.load, tmp_path / "with.pt")
-    assert main(["scrub", str(tmp_path / "with.pt"), "--quiet"]) == 1
+    cli("scrub", tmp_path / "with.pt", "--quiet", status=1)
 
 
 # ---- arithmetic
