@@ -87,14 +87,9 @@ def test_backward_frees_everything(activations: OffloadedActivations) -> None:
 
 
 def test_a_dropped_graph_frees_everything(activations: OffloadedActivations) -> None:
-    """A graph that nobody runs backward gives its memory and places back, also while it is being written.
-
-    An interrupt meanwhile is raised. Within code of Python that deletes an object it would be ignored.
-    """
+    """A graph that nobody runs backward gives its memory and places back, also while it is being written."""
     for _ in range(20):
-        graphs = [saved(activations)[1]]
-        with pytest.raises(KeyboardInterrupt):
-            deque(map(methodcaller("__call__"), (interrupt_main, graphs.clear)), maxlen=0)
+        saved(activations)
     assert_nothing_is_left(activations)
 
 
@@ -186,6 +181,14 @@ def test_an_interrupt_on_any_line(activations: OffloadedActivations, every: int)
         assert_step_is_right(activations)
         line += every
     assert line > 1000
+
+
+def test_an_interrupt_when_entries_are_dropped(activations: OffloadedActivations) -> None:
+    """It is raised. Within code of Python that deletes an object it would be ignored."""
+    graphs = [saved(activations)[1]]
+    with pytest.raises(KeyboardInterrupt):
+        deque(map(methodcaller("__call__"), (interrupt_main, graphs.clear)), maxlen=0)
+    assert_nothing_is_left(activations)
 
 
 def test_an_interrupt_when_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
