@@ -11,7 +11,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from lightning_smartinfinity import native
@@ -135,6 +136,18 @@ def test_a_path_that_cannot_be_replaced(
 SIZES = ["0", "0GB", "-1", "-5GB", "x", "", "nan", "nanGB", "inf", "infGB", "5XB", "GB", "\u0665GB"]
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Have a process group of one rank, as every training does."""
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if own:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("size", [*SIZES, 0, -1, True, 1.5])
 def test_a_size_of_files_that_is_none(size: Any, tmp_path: Path, cli: Cli) -> None:
     """Both ways to save and the command name the value, and write nothing."""
