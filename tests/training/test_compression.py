@@ -29,7 +29,7 @@ from lightning_smartinfinity import (
     TopK,
     TransferConfig,
 )
-from lightning_smartinfinity.pipeline.gradients import device_selection
+from lightning_smartinfinity.pipeline.gradients import compressed_gradients, device_selection
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients, feed_back_threads
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.planning import automatic_strategy, cost
@@ -387,7 +387,8 @@ QUICK = TopK(0.01, error_feedback=False)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process be rank 0 on a machine with 64 cores."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(automatic_strategy, "available_cores", lambda: 64)
+    for module in (automatic_strategy, compressed_gradients):
+        monkeypatch.setattr(module, "available_cores", lambda: 64)
 
 
 def reasons(
