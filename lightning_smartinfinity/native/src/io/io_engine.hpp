@@ -41,7 +41,8 @@ struct IoResult {
 
 class CompletionHandler {
  public:
-    // Called once per request, from any thread but never from within submit().
+    // Called once per request, from any thread but never from within submit(). It returns soon: one thread may call all
+    // handlers of a device, and submit its requests.
     virtual void completed(const IoRequest& request, const IoResult& result) = 0;
 
  protected:
