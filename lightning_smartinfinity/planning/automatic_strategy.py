@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_smartinfinity.common.machine import available_cores
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
 from lightning_smartinfinity.planning.automatic import Open, choose, plan_in_words
@@ -270,6 +271,8 @@ def _resources(
     return replace(
         first,
         host_memory=_given(config.host_memory) or host,
+        kept_free=None if _given(config.host_memory) else first.kept_free,
+        storage_is_memory=any(each.storage_is_memory for each in found),
         disk=_given(config.disk) or disk,
         gpu_memory=gpu if gpu is None else _given(config.gpu_memory) or gpu,
         num_gpus=around.processes if around.on_gpu else 0,
@@ -305,6 +308,8 @@ def _least(own: Resources) -> Resources:
     return replace(
         own,
         host_memory=min(each.host_memory for each in seen),
+        kept_free=max((each.kept_free for each in seen if each.kept_free is not None), default=None),
+        storage_is_memory=any(each.storage_is_memory for each in seen),
         disk=min(each.disk for each in seen),
         cores=min(each.cores for each in seen),
         gpu_memory=min(gpus, default=None),
@@ -357,7 +362,7 @@ def warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int, num_processes:
     plan = offload.cards
     resources = CompressionResources(
         num_cards=0 if plan is None else max(1, num_processes * len(plan.cards) // plan.sharers),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=available_cores(),
         num_threads=num_processes * offload.feed_back_threads,
         num_gpus=num_processes if on_gpu else 0,
         route=Route.STORAGE if through_storage else Route.HOST,

@@ -81,7 +81,8 @@ class TransferConfig:
             buffer as large as the ring; and the state that ``dram_cache_bytes`` keeps in memory.
         compute_threads: Number of update threads per rank. More threads help if arithmetic, not storage, is the
             bottleneck, but they use cores that forward and backward need. ``"auto"``: half of the rank's share of the
-            cores if a GPU trains, a quarter if the CPU does; at least 1, at most 8. Results do not depend on it.
+            cores if a GPU trains, a quarter if the CPU does; at least 1, at most 8. Cores beyond the process's affinity
+            mask or the CPU quota of its control groups do not count. Results do not depend on it.
         io_engine: ``"io_uring"`` (registered files and, if the limit on lockable memory allows it, registered buffers:
             the least CPU time), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the
             page cache, whose pages are released at once: for file systems without direct I/O) or ``"auto"`` (io_uring

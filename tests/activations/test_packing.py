@@ -346,8 +346,7 @@ class Keep(torch.autograd.Function):
         assert nothing is None and torch.equal(ctx.saved_tensors[0], x)
         for other in others:
             if other is not None:
-                values = other.to_dense() if other.is_sparse else other
-                gradient = gradient + values.to(torch.float32).sum()
+                gradient = gradient + (other.to_dense() if other.is_sparse else other).to(torch.float32).sum()
         return gradient * x + y, *(None for _ in others)
 
 
@@ -373,8 +372,7 @@ def nested(x: torch.Tensor) -> torch.Tensor:
 
 
 def jagged(x: torch.Tensor) -> torch.Tensor:
-    rows = torch.nested.nested_tensor_from_jagged(x.sin(), torch.tensor([0, 5, SIZE]))
-    return rows.cos().sin().values()
+    return torch.nested.nested_tensor_from_jagged(x.sin(), torch.tensor([0, 5, SIZE])).cos().sin().values()
 
 
 def scalars(x: torch.Tensor) -> torch.Tensor:

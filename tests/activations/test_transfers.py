@@ -166,8 +166,7 @@ def test_rates_of_storage_that_has_little_to_do(tmp_path: Path) -> None:
     """Only the time of transfers counts: storage that waits for the next tensor is not slow."""
     with opened(tmp_path, everything(host_bytes=3 * NBYTES_OF_PARTS)) as offloaded:
         store = offloaded._store
-        throttle = Throttle(store.files.tensors.core, store.files.tensors._files.files)
-        throttle.bytes_per_second = RATE_OF_PARTS
+        Throttle(store.files.tensors.core, store.files.tensors._files.files).bytes_per_second = RATE_OF_PARTS
         x = torch.ones(NBYTES_OF_PARTS // 4, requires_grad=True)
         y = x
         with offloaded.forward(x):

@@ -58,8 +58,7 @@ def test_prints_a_row_for_every_combination(cli: Cli) -> None:
         (size, number, *of) for size, number, of in product(("1e9", "2e9"), "24", wanted)
     }
     assert len(rows) == 12
-    workload = Workload(numel=2 * 10**9, gradients=Dense(2))
-    step = simulate_step(fit(duplex=False).machine(4), workload, System.CARDS)
+    step = simulate_step(fit(duplex=False).machine(4), Workload(numel=2 * 10**9, gradients=Dense(2)), System.CARDS)
     (row,) = [row for row in rows if row[:3] == ("2e9", "4", "smartssd") and row[5] == "none"]
     assert row[-4:] == tuple(f"{part:.2f}" for part in (step.forward, step.backward, step.update, step.step))
 
@@ -72,8 +71,7 @@ def test_memory_of_this_package(simulated: Simulated, cli: Cli) -> None:
     assert "GiB" in title and head.split()[-4:] == ["arena", "ring", "payloads", "residual"]
     listed = [(cells[2], cells[-4], cells[-1]) for cells in map(str.split, lines)]
     assert listed == [("smartssd", "2.00", "0.00"), ("smartssd", "2.00", "4.00"), ("host", "2.00", "0.00")]
-    rows = simulated(*of, "--no-error-feedback")["rows"]
-    held = {(row["system"], row["ratio"]): row["host_bytes"] for row in rows}
+    held = {(row["system"], row["ratio"]): row["host_bytes"] for row in simulated(*of, "--no-error-feedback")["rows"]}
     assert held["su+o", None] == {} and set(held["smartssd", 0.01]) == {"gradient_arena", "ring", "payloads"}
     assert held["smartssd", 0.01]["payloads"] == pytest.approx(0.04 * 2**30, rel=0.01)
     assert held["host", None]["ring"] == pytest.approx(16 * HOST_TASKLET_BYTES, rel=0.01)
@@ -139,8 +137,7 @@ def test_options_reach_the_simulation(simulated: Simulated) -> None:
     assert row("--gpu", "A100")["seconds"]["backward"] < usual["seconds"]["backward"]
     assert row("--duplex")["seconds"]["update"] < usual["seconds"]["update"]
     for optimizer, nbytes in (("sgd", 8), ("rmsprop", 16)):
-        found = row("--optimizer", optimizer)["bytes_per_parameter"]["internal_write"]
-        assert found == pytest.approx(nbytes, rel=0.2)
+        assert row("--optimizer", optimizer)["bytes_per_parameter"]["internal_write"] == pytest.approx(nbytes, rel=0.2)
     fp32 = row("--dtype", "fp32", "--gradient-route", "storage")["bytes_per_parameter"]
     bf16 = usual["bytes_per_parameter"]
     expected = (bf16["internal_read"] * 16 / 12, 2 * bf16["shared_up"])
@@ -331,6 +328,7 @@ NODES = ["--nodes", "3", "--network", "1GB", "--drives", "2", "--tbw", "100"]
                 "Hours of the training",
                 "SmartInfinityStrategy(",
                 "class_path",
+                "transfer={'dram_cache_bytes': 0}",
             ],
             id="a small model",
         ),
@@ -366,8 +364,13 @@ NODES = ["--nodes", "3", "--network", "1GB", "--drives", "2", "--tbw", "100"]
         ),
         pytest.param(
             ["20M", *MACHINE],
-            ["state in memory 0.2", "transfer={'dram_cache_bytes': 2", '"dram_cache_bytes": 2'],
-            id="state is in memory by default",
+            ["state in memory 0.2", "    state_format='fp32',\n)", '      state_format: "fp32"\n  acc'],
+            id="state is in memory by default, of which the training chooses the size",
+        ),
+        pytest.param(
+            ["20M", *SMALL, "--host-memory", "1.3GB", "--batch", "48"],
+            ["state in memory 0.0", "transfer={'dram_cache_bytes': ", '"dram_cache_bytes": '],
+            id="activations that need more than the training would leave free",
         ),
     ],
 )

@@ -93,8 +93,10 @@ def test_what_lies_where_an_export_is_written_stays(keeps_others: bool, tmp_path
     precious = beside(tmp_path / "out") / "precious.txt"
     precious.parent.mkdir()
     precious.write_text("precious")
-    refused = pytest.raises(CheckpointError, match=f"{precious} is in the way")
-    with refused, staged(tmp_path / "out", keeps_others=keeps_others):
+    with (
+        pytest.raises(CheckpointError, match=f"{precious} is in the way"),
+        staged(tmp_path / "out", keeps_others=keeps_others),
+    ):
         pass
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [precious]
 
@@ -410,8 +412,7 @@ def test_files_of_torch_without_checksums(tmp_path: Path, capsys: pytest.Capture
             assert same(load_verified(torch.load, tmp_path / name), weights)
         assert len(warned) == 1 and main(["scrub", str(tmp_path / name), "--quiet"]) == 2
         assert "has no checksums" in capsys.readouterr().err
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         load_verified(torch.load, tmp_path / "with.pt")
     assert main(["scrub", str(tmp_path / "with.pt"), "--quiet"]) == 0
     (tmp_path / "with.pt").write_bytes(b"")
@@ -429,8 +430,7 @@ def test_checksums_of_pieces_in_any_order(monkeypatch: pytest.MonkeyPatch) -> No
     generator = np.random.default_rng(0)
     for nbytes in (0, 1, 63, 64, 65, 500):
         content = generator.integers(0, 256, nbytes, np.uint8)
-        edges = np.unique([0, nbytes, *generator.integers(0, nbytes + 1, 12)])
-        pieces = list(pairwise(edges))
+        pieces = list(pairwise(np.unique([0, nbytes, *generator.integers(0, nbytes + 1, 12)])))
         generator.shuffle(pieces)
         found = PartChecksums(nbytes)
         for begin, end in pieces:

@@ -84,8 +84,7 @@ def test_parameters_on_storage_are_saved(tmp_path: Path) -> None:
     }
     training = train(tmp_path, LitModel("gpt2"), SmartInfinityStrategy(tmp_path / "storage", zero=offload))
     for live, options in {"live": [], "live32": ["--dtype", "fp32"]}.items():
-        out = exported(training.checkpoint, tmp_path / f"out-{live}", *options)
-        assert files_of(out) == files_of(tmp_path / live)
+        assert files_of(exported(training.checkpoint, tmp_path / f"out-{live}", *options)) == files_of(tmp_path / live)
 
 
 def test_fabric_saves_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -229,8 +229,7 @@ def test_urgent_requests_go_first(setup: Setup) -> None:
     hold.release()
     setup.store.close()
     assert len(set(tickets)) == len(tickets)
-    waits = {(who, whom): (requests, nbytes) for who, whom, requests, nbytes, _ in setup.scheduler.waits()}
-    assert waits == {
+    assert {(who, whom): (requests, nbytes) for who, whom, requests, nbytes, _ in setup.scheduler.waits()} == {
         ("gather", "state"): (1, BLOCK),
         ("write_behind", "state"): (1, BLOCK),
         ("write_behind", "gather"): (1, BLOCK),
@@ -377,8 +376,7 @@ def test_a_slow_file_beside_a_fast_one(setup: Setup) -> None:
     """A read beside which many short ones have ended, with pauses between them, counts no time twice."""
     extents, rate = [setup.written(nbytes, seed=1)[0] for nbytes in (PART, BLOCK)], 5e6
     for extent, bytes_per_second in zip(extents, (rate, 2e6), strict=True):
-        of_extent = setup.paths.index(Path(extent.path))
-        Throttle(setup.store, [setup.files[of_extent]]).bytes_per_second = bytes_per_second
+        Throttle(setup.store, [setup.files[setup.paths.index(Path(extent.path))]]).bytes_per_second = bytes_per_second
     (slow, _), (fast, _) = setup.content(PART), setup.content(BLOCK)
     began, num_ended = time.perf_counter(), 0
     ticket = setup.read(extents[0], slow)

@@ -243,6 +243,19 @@ def running(
         run.close()
 
 
+def after_steps(folder: Path, case: Case) -> dict[str, torch.Tensor]:
+    """Return the state of a run after its first three steps."""
+    with running(folder, case) as run:
+        run.steps(range(3))
+        return run.state()
+
+
+def step_of_all(run: Run, number: int) -> None:
+    """Do one step that takes every parameter for active, and commit it."""
+    run.handler.begin_step(everything(run.collect(number)))
+    run.handler.commit()
+
+
 @contextmanager
 def failing_elsewhere(error: BaseException) -> Iterator[None]:
     """Fail on another rank, or where the ranks agree, after this one has committed."""

@@ -26,7 +26,16 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 from tests.pipeline.fake_link import CudaRun, FakeLink
-from tests.pipeline.harness import SCALE, Case, assert_equal, everything, gradient_of, layout_of, running, schedule
+from tests.pipeline.harness import (
+    SCALE,
+    Case,
+    after_steps,
+    assert_equal,
+    everything,
+    gradient_of,
+    layout_of,
+    schedule,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Two buffers serve eleven tasklets, some with many parameters, so every slot is reused many times.
@@ -72,9 +81,7 @@ def test_steps_and_rollbacks_give_the_bits_of_the_host(
     This holds for any delay of copies and storage, and for any amount of state in memory.
     """
     case = SMALL_RING.but(dtype=dtype, gradient_dtype=dtype, state_format=state_format)
-    with running(tmp_path / "host", case) as host:
-        host.steps(range(3))
-        expected = host.state()
+    expected = after_steps(tmp_path / "host", case)
     fake_cuda.delay(seed, 2_000)
     run = start(case.but(cache_bytes=cache_bytes))
     inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
@@ -98,8 +105,7 @@ def test_fp32_parameters_on_the_device_are_the_masters(
     run = start(Case(dtype=dtype, shapes=((20_480, 0, 0, 0),)))
     before = run.handler.traffic()
     run.step(1)
-    moved = run.handler.traffic() - before
-    assert moved.shared_read_bytes == read_bytes * 20_480 + 5 * 4096
+    assert (run.handler.traffic() - before).shared_read_bytes == read_bytes * 20_480 + 5 * 4096
     plan, written = run.collect(2), torch.full_like(run.partition[0], 3.0)
     link.fake.kernel(
         link.user_stream, *(each.view(torch.float32).numpy() for each in (run.partition[0], written)), us=30_000
@@ -251,9 +257,7 @@ def test_updates_within_backward_give_the_bits_of_the_host(
 ) -> None:
     """Tasklets are added while their gradients still travel and the device still uses the parameters."""
     case = SMALL_RING.but(dtype=dtype, cache_bytes=200_000 * (seed % 2), staged=home == "staged", all_active=True)
-    with running(tmp_path / "host", case) as host:
-        host.steps(range(3))
-        expected = host.state()
+    expected = after_steps(tmp_path / "host", case)
     random, run = np.random.default_rng(seed), CudaRun(tmp_path / "device", case, link, on_device=home == "device")
     fake_cuda.delay(seed, 500)
     inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
@@ -426,12 +430,9 @@ def test_memory_that_cannot_be_registered_warns_once(tmp_path: Path, link: FakeL
     link.fake.fail("cuMemHostRegister_v2", skipped=skipped)
     with pytest.warns(UserWarning, match=r"CUDA device 0.*cuMemHostRegister_v2.*out of memory.*ulimit -l"):
         run = CudaRun(tmp_path / "device", SMALL_RING, link)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         run.steps(range(3))
-    with running(tmp_path / "host", SMALL_RING) as host:
-        host.steps(range(3))
-        assert_equal(run.state(), host.state())
+    assert_equal(run.state(), after_steps(tmp_path / "host", SMALL_RING))
     run.close()
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -53,6 +54,7 @@ from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
 from tests.helpers.golden import RULES as RULE_OF
 from tests.smartssd.fake_machine import GIB, SHELL, XOCL, Machine, smartssd
+from tests.storage.makers import refuse_to_open
 
 WHOLE, SMALL = 4 * GIB, 32 << 20
 
@@ -305,19 +307,12 @@ def test_it_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_unn
 
     That is so on a file system that can make files without names, and on one that cannot.
     """
-    real = os.open
-
-    def refusing(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, os.strerror(95))
-        return real(path, flags, *args, **kwargs)
-
     target, folder = tmp_path / "precious", tmp_path / "folder"
     target.write_text("precious")
     folder.mkdir()
     (folder / gradient_files._NAME).symlink_to(target)
     if not has_unnamed:
-        monkeypatch.setattr(os, "open", refusing)
+        refuse_to_open(monkeypatch, errno.EOPNOTSUPP, lambda flags: flags & os.O_TMPFILE == os.O_TMPFILE)
     with ExitStack() as resources:
         file = open_gradient_file(folder, 8192, resources)
         assert file.direct and os.listdir(folder) == [gradient_files._NAME]
@@ -410,8 +405,7 @@ def test_no_card_is_opened_in_vain(equipped: Machine, monkeypatch: pytest.Monkey
     """What keeps a card from being opened is the only finding that fails: opening it would tell the same."""
     smartssd(equipped, 0, mounted=str(equipped.root))
     if why == "no XRT":
-        gone = Runtime(equipped.root / "gone", None, "lib.so", False)
-        monkeypatch.setattr(examination, "runtime_of", lambda system: gone)
+        monkeypatch.setattr(examination, "runtime_of", lambda _: Runtime(equipped.root / "gone", None, "lib.so", False))
     else:
         equipped.locked.add(equipped.root / "dev/dri/renderD128")
     failed = [key for key, one in findings(equipped, str(equipped.root)).items() if one.ok is False]

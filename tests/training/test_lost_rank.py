@@ -146,23 +146,6 @@ def test_ctrl_c_with_activations_on_storage(asked: tuple[int, ...], ranks: Ranks
     assert not list(ranks.folder.rglob("*activations*"))
 
 
-def assert_not_saved(ranks: Ranks) -> None:
-    """Check that no rank has begun to save a checkpoint after its error, and that each says so if it has trained."""
-    assert not (ranks.folder / "kept").exists()
-    said = [f"No checkpoint is saved on rank {rank}" in ranks.said(rank) for rank in range(2)]
-    assert said == [ranks.doing == "fit"] * 2, ranks.said(0) + ranks.said(1)
-
-
-@pytest.mark.parametrize("ranks", [("interrupted",)], ids=str, indirect=True)
-def test_ctrl_c_between_backward_and_step(ranks: Ranks) -> None:
-    """Rank 1 ends without waiting for the other one, which would have to join a gather of its gradients."""
-    for rank in range(2):
-        assert ranks.status(rank) == 1, ranks.said(rank)
-    interrupted = f"RankLostError: R{NAME[1:]} failed with KeyboardInterrupt"
-    assert interrupted in ranks.said(0), ranks.said(0) + ranks.said(1)
-    assert_not_saved(ranks)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "asked"),
@@ -196,15 +179,30 @@ def test_a_stopped_rank(ranks: Ranks, attack: Attack) -> None:
     assert f"{NAME} is lost" in ranks.said(1)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [("failed",), ("failed", "validate")], ids=str, indirect=True)
-def test_a_rank_that_fails_alone(ranks: Ranks, attack: Attack) -> None:
-    """The other rank repeats what it failed with."""
-    attack("an error on one of two machines", tries=1, outcome="the other one ends with RankLostError")
+@pytest.mark.parametrize(
+    ("ranks", "error"),
+    [
+        (("interrupted",), "KeyboardInterrupt"),
+        *(
+            pytest.param(("failed", doing), "ValueError: the fourth batch is bad", marks=LONG)
+            for doing in ("fit", "validate")
+        ),
+    ],
+    ids=str,
+    indirect=["ranks"],
+)
+def test_a_rank_that_fails_alone(error: str, ranks: Ranks, attack: Attack) -> None:
+    """The other rank repeats what it failed with. No rank begins to save a checkpoint, and each says so if it trains.
+
+    Interrupted between backward and step, it does not wait for the other one, which would have to join a gather.
+    """
+    if ranks.cause == "failed":
+        attack("an error on one of two machines", tries=1, outcome="the other one ends with RankLostError")
     for rank in range(2):
         assert ranks.status(rank) == 1, ranks.said(rank)
-    assert f"RankLostError: R{NAME[1:]} failed with ValueError: the fourth batch is bad" in ranks.said(0)
-    assert_not_saved(ranks)
+        assert (f"No checkpoint is saved on rank {rank}" in ranks.said(rank)) == (ranks.doing == "fit")
+    assert f"RankLostError: R{NAME[1:]} failed with {error}" in ranks.said(0), ranks.said(0) + ranks.said(1)
+    assert not (ranks.folder / "kept").exists()
 
 
 @pytest.mark.long

@@ -276,24 +276,6 @@ def test_each_fit_is_planned_anew(tmp_path: Path) -> None:
     assert strategy._settings.zero is None
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ("fast", "plan='fast'"),
-        ({"batchsize": 2}, "batchsize"),
-        ({"batch": 0}, r"batch=0"),
-        ({"state_formats": ["fp8"]}, "state_formats"),
-        ({"host_memory": "much"}, "host_memory"),
-        ({"model": ""}, "model=''"),
-        ({"optimizer": "Lion"}, "optimizer='Lion'"),
-    ],
-)
-def test_bad_input(plan: Any, message: str) -> None:
-    """A plan that says nothing sensible is refused when the strategy is made."""
-    with pytest.raises(ConfigError, match=message):
-        SmartInfinityStrategy(plan=plan)
-
-
 def test_two_processes_choose_alike(tmp_path: Path) -> None:
     """The least that any rank sees counts, and both train with the same settings to the same bits."""
     ranks = each_rank("planned", tmp_path)

@@ -212,8 +212,10 @@ def test_a_checkpoint_without_weights() -> None:
     """dump_checkpoint of Trainer._checkpoint_connector calls _get_lightning_module_state_dict, on_save_checkpoint."""
     trainer = quiet()
     trainer.fit(BoringModel())
-    weights = replaced(trainer._checkpoint_connector, "_get_lightning_module_state_dict", dict)
-    with weights, replaced(trainer.fit_loop, "on_save_checkpoint", lambda: {"asked": True}):
+    with (
+        replaced(trainer._checkpoint_connector, "_get_lightning_module_state_dict", dict),
+        replaced(trainer.fit_loop, "on_save_checkpoint", lambda: {"asked": True}),
+    ):
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     assert checkpoint["state_dict"] == {} and checkpoint["loops"]["fit_loop"]["state_dict"] == {"asked": True}
     trainer._logger_connector._callback_metrics.update({"x": torch.ones(())})
@@ -362,8 +364,7 @@ def test_handles_of_gathers_hold_their_parameters(name: str) -> None:
     arguments = {"handle": None, "param": param, "allgather_handle": None, "params": [param], "partitions": []}
     kind = getattr(partition_parameters, name)
     taken = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
-    handle = kind(**{argument: arguments.get(argument) for argument in taken})
-    assert param in set(_params_in(handle))
+    assert param in set(_params_in(kind(**{argument: arguments.get(argument) for argument in taken})))
 
 
 @pytest.mark.seam("ranks that generate texts of different lengths")
@@ -478,8 +479,7 @@ def test_converter_makes_flat_tensors_of_what_our_checkpoints_hold(universal: Pa
         for name, values in WHOLE.items()
         for array, offset in {"fp32": 0, "exp_avg": 100, "exp_avg_sq": 200}.items()
     }
-    converted = tensors(universal).items()
-    assert {name: (values.dtype, values.flatten().tolist()) for name, values in converted} == expected
+    assert {name: (values.dtype, values.flatten().tolist()) for name, values in tensors(universal).items()} == expected
 
 
 @pytest.mark.seam("`UniversalFolder` reads universal checkpoints")

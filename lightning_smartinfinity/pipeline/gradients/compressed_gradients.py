@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.machine import available_cores
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.pipeline.gradients.device_selection import DeviceSelection
 from lightning_smartinfinity.pipeline.layout.batches import Compression
@@ -133,7 +133,7 @@ def feed_back_threads(compute_threads: int, num_processes: int) -> int:
         compute_threads: Least number of threads.
         num_processes: Number of processes on this machine.
     """
-    cores = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    cores = min(available_cores(), _MOST_THREADS)
     return max(compute_threads, cores // num_processes)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import ProcessGroup
 
-from lightning_smartinfinity.common.machine import machine_identity
+from lightning_smartinfinity.common.machine import available_cores, machine_identity
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.devices.smartssd import (
     CardRing,
@@ -262,7 +262,7 @@ def compute_threads(wanted: int | str, *, num_processes: int, on_gpu: bool) -> i
     """
     if isinstance(wanted, int):
         return wanted
-    cores = len(os.sched_getaffinity(0)) // num_processes
+    cores = available_cores() // num_processes
     return min(max(1, cores // (2 if on_gpu else 4)), _MOST_THREADS)
 
 
