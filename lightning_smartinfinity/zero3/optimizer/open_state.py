@@ -27,6 +27,7 @@ from lightning_smartinfinity.zero3.setup.open_storage import (
     with_gradient_budget,
 )
 from lightning_smartinfinity.zero3.setup.reopening import as_stored
+from lightning_smartinfinity.zero3.setup.ring import with_ring
 from lightning_smartinfinity.zero3.untyped import ZeroOptimizer
 
 __all__ = ["open_state"]
@@ -55,7 +56,7 @@ def open_state(
             given by their indices.
 
     Returns:
-        The settings with the gradient budget that was chosen.
+        The settings with the ring and the gradient budget that were chosen.
     """
     group, dtype = optimizer.dp_process_group, optimizer.gradient_accumulation_dtype
     layout = build_layout(
@@ -69,6 +70,7 @@ def open_state(
     if offload.resumes:
         put_together(offload, group)
         layout = as_stored(layout, offload, group)
+    offload = with_ring(offload, layout, group)
     layout = with_cache(layout, offload, group, itemsize=dtype.itemsize, says=True)
     rank_state.partition = Partition(optimizer, layout)
     rank_state.partition.zero_padding()

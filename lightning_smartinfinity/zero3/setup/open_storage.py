@@ -237,7 +237,7 @@ def _still_to_allocate(layout: PartitionLayout, settings: OffloadSettings, *, it
         gradients = min(gradients, transfer.gradient_bytes)
     has_residual = settings.compression is not None and settings.compression.keeps_residual
     residual = _FP32_BYTES * layout.numel if has_residual else 0
-    ring = transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
+    ring = settings.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
     pool = settings.activations.host_bytes if settings.activations is not None else 0
     return gradients + residual + ring + (pool if isinstance(pool, int) else 0)
 
@@ -252,7 +252,7 @@ def with_gradient_budget(
     """
     wanted, nbytes = settings.transfer.gradient_bytes, layout.numel * itemsize
     if isinstance(wanted, str):
-        ring = settings.transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
+        ring = settings.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
         own = measure_memory(reserved=ring)
         free = share_of_memory(gather(own, group), own)
         needs_all = _needs_all_gradients(settings, layout, itemsize=itemsize) is not None
