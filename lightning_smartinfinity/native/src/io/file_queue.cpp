@@ -51,8 +51,8 @@ Failure failure_of(const Transfer& transfer, Transfer::Progress progress, const 
 }  // namespace
 
 FileQueue::FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine, MemoryRange memory,
-                     std::optional<Deadline> deadline, bool computes)
-    : deadline_(std::move(deadline)), engine_(make_engine({io_engine, io_threads, {}, memory})) {
+                     std::optional<Deadline> deadline, bool computes, const std::vector<StateFile>& files)
+    : deadline_(std::move(deadline)), engine_(make_engine({io_engine, io_threads, {}, memory, files})) {
     if (!computes || engine_->kind() != IoEngineKind::kUring) return;
     const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
     callers_ = std::make_unique<WorkerPool<EndedPart>>("smart-inf-crc", std::min(io_threads, cores),

@@ -58,9 +58,10 @@ class FileQueue final : private CompletionHandler {
     // Throws std::invalid_argument if the number of threads is out of range, SystemError if the engine is unavailable.
     // `memory`, which must outlive the queue, is registered with engines that benefit from it; requests may also use
     // other memory. `ended` may compute for long: if `computes`, threads of the queue call it for all but small parts,
-    // instead of the only thread of a ring.
+    // instead of the only thread of a ring. Each device of `files` gets a ring.
     explicit FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine = std::nullopt,
-                       MemoryRange memory = {}, std::optional<Deadline> deadline = std::nullopt, bool computes = false);
+                       MemoryRange memory = {}, std::optional<Deadline> deadline = std::nullopt, bool computes = false,
+                       const std::vector<StateFile>& files = {});
     // Closes the queue first. Memory and files that abandoned requests still use are never freed.
     ~FileQueue();
 

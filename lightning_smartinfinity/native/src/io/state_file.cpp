@@ -1,6 +1,7 @@
 #include "io/state_file.hpp"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -46,6 +47,12 @@ StateFile::StateFile(std::string path, Access access, int descriptor, std::share
 int StateFile::descriptor() const {
     if (!open_) throw std::runtime_error("StateFile: " + path_ + " is closed");
     return open_->descriptor;
+}
+
+std::uint64_t StateFile::device() const {
+    struct stat status{};
+    if (::fstat(descriptor(), &status) != 0) throw SystemError(errno, "StateFile: fstat", path_);
+    return status.st_dev;
 }
 
 void StateFile::sync() const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -21,8 +22,9 @@ class StateFile {
     const std::string& path() const { return path_; }
     Access access() const { return access_; }
     IoScheduler* scheduler() const { return scheduler_.get(); }
-    int descriptor() const;  // throws std::runtime_error if closed
-    void sync() const;       // fdatasync
+    int descriptor() const;        // throws std::runtime_error if closed
+    std::uint64_t device() const;  // number of the device that holds its file system
+    void sync() const;             // fdatasync
     void close() { open_.reset(); }
 
  private:
