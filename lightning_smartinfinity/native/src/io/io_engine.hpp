@@ -41,8 +41,7 @@ struct IoResult {
 
 class CompletionHandler {
  public:
-    // Called once per request, from any thread but never from within submit(). It returns soon: one thread may call all
-    // handlers of a device, and submit its requests.
+    // Called once per request, from any thread but never from within submit().
     virtual void completed(const IoRequest& request, const IoResult& result) = 0;
 
  protected:

@@ -35,6 +35,7 @@ namespace {
 
 constexpr std::size_t kMaxInFlight = 127;        // requests in flight
 constexpr unsigned kEntries = kMaxInFlight + 1;  // one for each of them, and one for the wake-up
+constexpr double kLongestWait = 2e-4;            // seconds that queued requests may wait for handlers
 constexpr int kMaxAttempts = 10'000;             // a millisecond apart
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0};
 
@@ -153,10 +154,20 @@ class UringEngine final : public IoEngine {
     // Prepares entries for queued requests. Returns whether there is anything to wait for.
     bool prepare_queued() {
         const std::lock_guard lock(mutex_);
-        for (; !queue_.empty() && !free_.empty(); queue_.pop_front()) prepare_entry(queue_.front());
+        prepare_entries();
         asleep_ = true;
         ++usage_.system_calls;
         return !closing_ || !queue_.empty() || free_.size() < kMaxInFlight;
+    }
+
+    // The caller holds the mutex. Returns whether any entry was prepared.
+    bool prepare_entries() {
+        bool any = false;
+        for (; !queue_.empty() && !free_.empty(); any = true) {
+            prepare_entry(queue_.front());
+            queue_.pop_front();
+        }
+        return any;
     }
 
     void prepare_entry(const Item& item) {
@@ -231,7 +242,26 @@ class UringEngine final : public IoEngine {
         io_uring_cq_advance(ring_, count);
         if (!stay_awake()) woken = false;
         if (woken) arm_wake_up();
-        for (const Completion& each : completions_) complete(each);
+        const Stopwatch since_reaped;
+        double submitted = 0;
+        for (const Completion& each : completions_) {
+            complete(each);
+            // A handler may compute, such as a checksum. Requests queued meanwhile are submitted to the disk.
+            if (since_reaped.seconds() - submitted < kLongestWait) continue;
+            submit_queued();
+            submitted = since_reaped.seconds();
+        }
+    }
+
+    // The caller checks the queue again before it sleeps.
+    void submit_queued() {
+        {
+            const std::lock_guard lock(mutex_);
+            if (!prepare_entries()) return;
+            ++usage_.system_calls;
+        }
+        // Entries that the kernel does not accept now stay queued in the ring.
+        (void)io_uring_submit(ring_);
     }
 
     // Marks the thread as awake. Returns whether later requests may have to wake it again.
