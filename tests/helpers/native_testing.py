@@ -26,6 +26,7 @@ try:
         sync_from_card,
         sync_to_card,
         use_cuda_library,
+        use_system_folder,
     )
 except ImportError as error:
     raise ImportError(
@@ -53,4 +54,5 @@ __all__ = [
     "sync_from_card",
     "sync_to_card",
     "use_cuda_library",
+    "use_system_folder",
 ]

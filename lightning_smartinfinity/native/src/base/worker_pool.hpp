@@ -9,9 +9,12 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "base/numa.hpp"
 
 namespace smart_infinity {
 
@@ -45,9 +48,12 @@ inline double cpu_seconds(std::thread& thread) {
 template <class Item>
 class WorkerPool {
  public:
-    WorkerPool(const char* name, std::size_t num_threads, std::function<void(const Item&)> work)
+    // With a NUMA node, the threads run there.
+    WorkerPool(const char* name, std::size_t num_threads, std::function<void(const Item&)> work,
+               std::optional<int> node = std::nullopt)
         : work_(std::move(work)) {
         const BlockedSignals blocked;
+        const OnNode on_node(node);
         try {
             for (std::size_t i = 0; i < num_threads; ++i) {
                 threads_.emplace_back([this] { run(); });

@@ -12,6 +12,7 @@
 
 #include "base/abandoned_call.hpp"
 #include "base/buffer.hpp"
+#include "base/numa.hpp"
 #include "base/stopwatch.hpp"
 #include "io/deadline_engine.hpp"
 #include "io/transfer.hpp"
@@ -54,6 +55,7 @@ FileQueue::FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engi
                      std::optional<Deadline> deadline, bool computes, const std::vector<StateFile>& files)
     : deadline_(std::move(deadline)), engine_(make_engine({io_engine, io_threads, {}, memory, files})) {
     if (!computes || engine_->kind() != IoEngineKind::kUring) return;
+    const OnNode on_node(node_of(files));
     const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
     callers_ = std::make_unique<WorkerPool<EndedPart>>("smart-inf-crc", std::min(io_threads, cores),
                                                        [this](const EndedPart& ended) { end_part(ended); });

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/numa.hpp"
 #include "base/system_error.hpp"
 #include "io/device_engines.hpp"
 #include "io/thread_pool_engine.hpp"
@@ -13,15 +14,22 @@
 namespace smart_infinity {
 namespace {
 
+// Returns all files that requests will use, as far as they are known.
+std::vector<StateFile> known_files(const IoOptions& options) {
+    std::vector<StateFile> files = options.files;
+    files.insert(files.end(), options.unregistered.begin(), options.unregistered.end());
+    return files;
+}
+
 std::unique_ptr<IoEngine> make_thread_pool(const IoOptions& options, PageCache page_cache) {
+    const OnNode on_node(node_of(known_files(options)));
     return std::make_unique<ThreadPoolEngine>(options.threads, page_cache);
 }
 
 // Files of a queue, which closes them while the ring exists, are not registered: the kernel would keep them open.
 std::unique_ptr<IoEngine> make_rings(const IoOptions& options) {
-    std::vector<StateFile> files = options.files;
-    files.insert(files.end(), options.unregistered.begin(), options.unregistered.end());
-    return std::make_unique<DeviceEngines>(files, [&options](const std::vector<StateFile>& held) {
+    return std::make_unique<DeviceEngines>(known_files(options), [&options](const std::vector<StateFile>& held) {
+        const OnNode on_node(node_of(held));
         return make_uring_engine(options.files.empty() ? options.files : held, options.memory);
     });
 }

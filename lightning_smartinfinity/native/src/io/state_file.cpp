@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <stdexcept>
 
+#include "base/numa.hpp"
 #include "base/system_error.hpp"
 
 namespace smart_infinity {
@@ -53,6 +54,16 @@ std::uint64_t StateFile::device() const {
     struct stat status{};
     if (::fstat(descriptor(), &status) != 0) throw SystemError(errno, "StateFile: fstat", path_);
     return status.st_dev;
+}
+
+std::optional<int> node_of(const std::vector<StateFile>& files) {
+    std::optional<int> node;
+    for (const StateFile& file : files) {
+        const std::optional<int> found = node_of_device(file.device());
+        if (!found || (node && *node != *found)) return std::nullopt;
+        node = found;
+    }
+    return node;
 }
 
 void StateFile::sync() const {

@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 namespace smart_infinity {
 
@@ -35,5 +37,8 @@ class StateFile {
     std::shared_ptr<const Open> open_;
     std::shared_ptr<IoScheduler> scheduler_;
 };
+
+// Returns the NUMA node to which the devices of all these files are attached, if there are several nodes.
+std::optional<int> node_of(const std::vector<StateFile>& files);
 
 }  // namespace smart_infinity

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "base/ending.hpp"
+#include "base/numa.hpp"
 #include "checksum/crc32c.hpp"
 #include "gradient/compression.hpp"
 #include "gradient/gradient_codec.hpp"
@@ -294,6 +295,10 @@ void bind_parts(nb::module_& m) {
     m.def(
         "leave_out_crc32c", [](bool left_out) { crc32c_left_out().store(left_out); }, "left_out"_a,
         "Make every CRC-32C of this process 0, both in writing and in comparing, or compute them again.");
+    m.def(
+        "use_system_folder",
+        [](std::optional<std::string> path) { system_folder() = std::move(path).value_or("/sys"); }, "path"_a.none(),
+        "Read NUMA nodes from this folder instead of /sys from now on; None: from /sys.");
     m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
           "Return the CRC-32C of two consecutive pieces of memory from that of each; nbytes is the second's size.");
     m.def("checking_thread", &checking_thread, "store"_a, "extent"_a, "address"_a, WithoutGil(),

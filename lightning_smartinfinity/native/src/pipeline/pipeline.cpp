@@ -48,8 +48,9 @@ Pipeline::Pipeline(PipelineOptions options)
                  [this](std::size_t buffer, Direction direction, std::optional<Failure> failure) {
                      transferred(buffer, direction, std::move(failure));
                  }),
-      compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
-}
+      compute_pool_(
+          "smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); },
+          node_of(options_.files)) {}
 
 // Abandoned calls still use the ring, the resident tasklets and the files, in threads that cannot be joined.
 Pipeline::~Pipeline() {
