@@ -9,12 +9,9 @@
 #include <deque>
 #include <functional>
 #include <mutex>
-#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
-
-#include "base/numa.hpp"
 
 namespace smart_infinity {
 
@@ -48,12 +45,9 @@ inline double cpu_seconds(std::thread& thread) {
 template <class Item>
 class WorkerPool {
  public:
-    // With a NUMA node, the threads run there.
-    WorkerPool(const char* name, std::size_t num_threads, std::function<void(const Item&)> work,
-               std::optional<int> node = std::nullopt)
+    WorkerPool(const char* name, std::size_t num_threads, std::function<void(const Item&)> work)
         : work_(std::move(work)) {
         const BlockedSignals blocked;
-        const OnNode on_node(node);
         try {
             for (std::size_t i = 0; i < num_threads; ++i) {
                 threads_.emplace_back([this] { run(); });
