@@ -93,8 +93,9 @@ class TransferConfig:
         dram_cache_bytes: Size of the optimizer state per rank that stays in host memory: whole tasklets from the start
             of the partition. They are also written to storage, so only reads are saved. With ``durability="none"``, and
             without ``keep=True``, they are in memory only, so writes are saved too. ``"auto"``: the memory free when
-            training begins, minus a quarter of all memory, divided among the ranks of a machine. None: chosen by
-            ``plan``, or ``"auto"`` without a plan; a plan does not change 0. Results do not depend on it.
+            training begins, minus a quarter of all memory, divided among the ranks of a machine; 0 if a storage folder
+            is in memory (tmpfs). None: chosen by ``plan``, or ``"auto"`` without a plan; a plan does not change 0.
+            Results do not depend on it.
         gradient_bytes: Size of the gradients per rank that are held in host memory. Backward writes further gradients
             to storage, and the update reads them from there. ``"auto"``: all gradients, or half of the free memory if
             they do not fit into it. Results do not depend on it.

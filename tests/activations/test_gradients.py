@@ -87,7 +87,6 @@ def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path, lengths: list[i
                 choices.append(activations.choice)
                 loss = chain(x, length)
             loss.backward()
-            assert activations._last is not None
             activations._last.waited_seconds = 0.0  # whatever else the machine does
     changed = [number - 1 for number in range(1, len(choices)) if choices[number] is not choices[number - 1]]
     assert changed == made_before
@@ -132,7 +131,6 @@ def offloaded_by_step(
                 loss = chain(x, pays + 1 + number % 2 * longer)
             loss.backward()
             last = activations._last
-            assert last is not None
             if seconds is not None:
                 last.began = last.first_use = last.held_up_seconds = last.hook_seconds = 0.0
                 last.ended = last.last_use = seconds(last.limit // x.nbytes) / 2

@@ -441,7 +441,7 @@ CASES = {
 def gradients_of(run: Callable[[torch.Tensor], torch.Tensor], activations: OffloadedActivations | None) -> torch.Tensor:
     """Return the gradients of two backwards each of two forwards, with all memory dropped before the first."""
     torch.manual_seed(0)
-    found = []
+    found: list[Any] = []
     for _ in range(2):
         x = torch.randn(SIZE, SIZE, requires_grad=True)
         with nullcontext() if activations is None else activations.forward():
@@ -450,7 +450,6 @@ def gradients_of(run: Callable[[torch.Tensor], torch.Tensor], activations: Offlo
             drop_memory(activations)
         for retained in (True, False):
             loss.backward(retain_graph=retained)
-        assert x.grad is not None
         found.append(x.grad)
     return torch.stack(found)
 

@@ -73,8 +73,7 @@ def cases(root: Path, overlapped: list[tuple[str, str]]) -> tuple[dict[str, Run]
         device[f"{name} {overlap}"] = run_of(root / "device" / name / overlap, recipe, overlap, delays=1, **options)
     for name, (recipe, overlap, options) in OTHERS.items():
         host[name] = run_of(root / "host" / name, recipe, "none", **options)
-        delays = None if name in PLAIN else 1
-        device[name] = run_of(root / "device" / name, recipe, overlap, delays=delays, **options)
+        device[name] = run_of(root / "device" / name, recipe, overlap, delays=None if name in PLAIN else 1, **options)
     device["budget"] = dataclasses.replace(device["budget"], transfer={**SMALL_RING, "gradient_bytes": 96 << 10})
     host[RESUMED] = dataclasses.replace(host[RESUMED], save_at=(2,))
     name = f"{RESUMED} backward"

@@ -13,7 +13,7 @@ from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
 from lightning_smartinfinity.pipeline.parameters.partitions import CudaPartition
 from tests.helpers.runif import RunIf
-from tests.pipeline.harness import Case, Run, assert_equal, layout_of, running
+from tests.pipeline.harness import Case, Run, after_steps, assert_equal, layout_of
 
 pytestmark = RunIf(cuda_devices=1)
 
@@ -57,9 +57,7 @@ class CudaRun(Run):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_partition_on_the_device(tmp_path: Path, link: CudaLink, dtype: torch.dtype) -> None:
     """A partition on the device takes the same bits as one in host memory, through commits and rollbacks."""
-    with running(tmp_path / "host", SMALL_RING.but(dtype=dtype)) as host:
-        host.steps(range(3))
-        expected = host.state()
+    expected = after_steps(tmp_path / "host", SMALL_RING.but(dtype=dtype))
     run = CudaRun(tmp_path / "cuda", SMALL_RING.but(dtype=dtype), link)
     for number in range(3):
         before = run.state()
@@ -79,8 +77,7 @@ def test_gradients_from_the_device(link: CudaLink, arena_dtype: torch.dtype, dty
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for number in range(4):
         for index, parameter in enumerate(layout.parameters):
-            generator = torch.Generator().manual_seed(number)
-            values = torch.randn(parameter.real_numel, generator=generator).to(dtype)
+            values = torch.randn(parameter.real_numel, generator=torch.Generator().manual_seed(number)).to(dtype)
             host.arrive(index, values)
             with torch.cuda.stream(streams[number % 2]):
                 device.arrive(index, values if number == 2 else values.cuda())

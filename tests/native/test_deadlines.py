@@ -155,7 +155,6 @@ def test_a_process_that_was_paused(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PAUSED, tmp_path / "file", str(seconds)]
     pipe, environment = subprocess.PIPE, fresh_environment()
     with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdin=pipe, stdout=pipe, text=True) as child:
-        assert child.stdin is not None and child.stdout is not None
         try:
             assert child.stdout.readline() == "reading\n"
             child.send_signal(signal.SIGSTOP)
@@ -385,7 +384,6 @@ def neighbours(
 
 
 def waits_of(state: StoredState) -> dict[tuple[str, str], tuple[int, int]]:
-    assert state.scheduler is not None
     return {(who, whom): (requests, nbytes) for who, whom, requests, nbytes, _ in state.scheduler.waits()}
 
 

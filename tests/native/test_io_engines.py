@@ -193,7 +193,6 @@ def test_every_request_may_fail(tmp_path: Path, engine: str, which: str) -> None
             at = {f"fail_{which}_at": number}
             inject(state.pipeline, seed=number, max_delay_us=200, short_transfer_every=number % 3, **at)
             failure = state.work(Operation.UPDATE, runs, STEPS)
-            assert failure is not None
             path = state.paths[state.file_of(failure.tasklet, state.place if which == "read" else 1 - state.place)]
             assert (failure.kind, failure.errno, failure.path) == ("io", errno.EIO, str(path))
             assert failure.path in failure.message

@@ -248,7 +248,8 @@ def with_resident(folder: Path, *, through: bool) -> StoredState:
 def test_what_has_no_place(tmp_path: Path) -> None:
     """A tasklet that is listed twice, one of another size than its memory, and sizes that no extent has are refused.
 
-    So is an extent larger than the given memory. The active batch continues. The memory of resident tasklets is counted apart from the ring.
+    So is an extent larger than the given memory. The active batch continues. The memory of resident tasklets is
+    counted apart from the ring.
     """
     with with_resident(tmp_path, through=True) as state:
         assert (state.pipeline.cache_bytes, state.pipeline.ring_bytes) == (2 * SIZE, 2 * SIZE)

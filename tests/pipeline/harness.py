@@ -185,10 +185,14 @@ class Run:
             loss_scale=SCALE,
         )
 
+    def update(self, plan: StepPlan) -> None:
+        """Do the step of a plan and commit it."""
+        self.handler.begin_step(plan)
+        self.handler.commit()
+
     def step(self, number: int) -> None:
         """Do one step and commit it."""
-        self.handler.begin_step(self.collect(number))
-        self.handler.commit()
+        self.update(self.collect(number))
 
     def roll_back_to(self, before: dict[str, torch.Tensor]) -> None:
         """Roll the step back, and assert that the state is the one before it."""
@@ -252,8 +256,7 @@ def after_steps(folder: Path, case: Case) -> dict[str, torch.Tensor]:
 
 def step_of_all(run: Run, number: int) -> None:
     """Do one step that takes every parameter for active, and commit it."""
-    run.handler.begin_step(everything(run.collect(number)))
-    run.handler.commit()
+    run.update(everything(run.collect(number)))
 
 
 @contextmanager

@@ -110,8 +110,7 @@ def test_fp32_parameters_on_the_device_are_the_masters(
     link.fake.kernel(
         link.user_stream, *(each.view(torch.float32).numpy() for each in (run.partition[0], written)), us=30_000
     )
-    run.handler.begin_step(plan)
-    run.handler.commit()
+    run.update(plan)
     assert bool((run.partition[0] - 3.0).abs().max() < 0.5) == (dtype == torch.float32)
 
 

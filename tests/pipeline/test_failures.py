@@ -73,8 +73,7 @@ def test_a_failed_step(tmp_path: Path, faults: dict[str, int], kind: type[Storag
             assert type(caught.value) is kind and caught.value.remedy
         assert run.handler.generation == 0
         run.roll_back_to(before)
-        run.handler.begin_step(plan)
-        run.handler.commit()
+        run.update(plan)
         assert run.handler.traffic().steps == 1
 
 
@@ -115,8 +114,7 @@ def test_a_commit_record_that_cannot_be_written(run: Run, monkeypatch: pytest.Mo
     with pytest.raises(StorageFullError, match=r"commit\.bin"):
         run.handler.commit()
     run.roll_back_to(before)
-    run.handler.begin_step(plan)
-    run.handler.commit()
+    run.update(plan)
     assert run.handler.generation == 2
 
 

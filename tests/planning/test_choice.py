@@ -424,7 +424,6 @@ def test_memory_that_is_left_keeps_state() -> None:
     more, fewer = (held_by_update(SEVEN, one, on_gpu=True)["ring"] for one in (plan.training, without))
     assert more - fewer == pytest.approx(16 * (4 << 20) * 2 / 12, rel=0.01)
     fast, slow = (pace(SEVEN, one, RATES, on_gpu=True) for one in (plan.training, without))
-    assert fast is not None and slow is not None
     assert fast.update.high < slow.update.high and fast.written_bytes == slow.written_bytes
 
 
@@ -508,7 +507,6 @@ def test_the_network_carries_gathers_and_gradients(model: ModelFigures) -> None:
     paces = [(nodes, plan_of(model, nodes).pace) for nodes in NODES]
     one = paces[0][1]
     for nodes, found in paces:
-        assert found is not None and one is not None
         assert found.network.low == pytest.approx(6 * model.numel * (nodes - 1) / nodes / 50e9)
         assert found.step.low >= found.network.low + found.backward.low
         assert nodes * found.update.low == pytest.approx(one.update.low, rel=0.1)
@@ -536,7 +534,6 @@ def test_the_page_has_these_figures() -> None:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for model, nodes in product(MODELS, NODES):
         plan = plan_of(model, nodes)
-        assert plan.pace is not None
         sizes = [f"{most(plan, place) / 1e9:.1f}" for place in (MemoryKind.GPU, MemoryKind.HOST)]
         times = [f"{part.low:.2f} to {part.high:.2f}" for part in (plan.pace.update, plan.pace.step)]
         cells = [*sizes, f"{most(plan, MemoryKind.DISK) / 1e12:.2f}", f"{plan.pace.network.low:.2f}", *times]

@@ -33,7 +33,6 @@ from lightning_smartinfinity import (
     UnsupportedError,
     native,
 )
-from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.devices.smartssd import examination, find_cards, gradient_files, opening
 from lightning_smartinfinity.devices.smartssd import kernels as of_package
@@ -52,9 +51,12 @@ from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradien
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
+from tests.cli.conftest import Cli, cli
 from tests.helpers.golden import RULES as RULE_OF
 from tests.smartssd.fake_machine import GIB, SHELL, XOCL, Machine, smartssd
 from tests.storage.makers import refuse_to_open
+
+__all__ = ["cli"]
 
 WHOLE, SMALL = 4 * GIB, 32 << 20
 
@@ -342,8 +344,7 @@ def equipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     (tmp_path / "xrt").mkdir()
     (tmp_path / "xrt/version.json").write_text('{"BUILD_VERSION": "2.13.466"}')
     (tmp_path / "kernels.xclbin").write_bytes(xclbin(SMARTSSD))
-    there = Runtime(tmp_path / "xrt", "2.13.466", "libxrt.so", False)
-    monkeypatch.setattr(examination, "runtime_of", lambda system: there)
+    monkeypatch.setattr(examination, "runtime_of", lambda _: Runtime(tmp_path / "xrt", "2.13.466", "libxrt.so", False))
     return Machine(tmp_path)
 
 
@@ -424,17 +425,13 @@ def test_the_command_does_not_advise_itself(equipped: Machine, monkeypatch: pyte
     assert shown and remedy.startswith(shown) and "selftest" not in shown
 
 
-def test_a_machine_with_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_machine_with_nothing(monkeypatch: pytest.MonkeyPatch, cli: Cli, tmp_path: Path) -> None:
     """Each missing part is reported with a remedy, and the exit status is 1."""
     for name in ("XILINX_XRT", "XCL_EMULATION_MODE", XCLBIN_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    assert main(["selftest", str(tmp_path)]) == 1
-    shown = capsys.readouterr().out
+    shown = cli("selftest", tmp_path, status=1).out
     assert all(told in shown for told in ("FAIL  XILINX_XRT", "setup.sh", "make -C hls xclbin", "FAIL  pairing"))
-    assert main(["selftest", "--json"]) == 1
-    content = json.loads(capsys.readouterr().out)
+    content = json.loads(cli("selftest", "--json", status=1).out)
     failed = {(one["subject"], one["name"]): one["remedy"] for one in content["findings"] if one["ok"] is False}
     assert not content["ok"] and {("XRT", "XILINX_XRT"), ("xclbin", "file"), ("cards", "found")} <= failed.keys()
     assert all(failed.values())
@@ -456,12 +453,10 @@ def test_a_machine_with_nothing(
         (["--mib", "\u0661"], "int from 1 to 4096"),
     ],
 )
-def test_options_out_of_range(capsys: pytest.CaptureFixture[str], arguments: list[str], wanted: str) -> None:
+def test_options_out_of_range(cli: Cli, arguments: list[str], wanted: str) -> None:
     """An option out of range ends the command with a short message that says what is allowed."""
-    with pytest.raises(SystemExit) as ended:
-        main(["selftest", *arguments])
-    shown = capsys.readouterr().err
-    assert ended.value.code == 2 and wanted in shown and len(shown) < 1000
+    shown = cli("selftest", *arguments, status=2).err
+    assert wanted in shown and len(shown) < 1000
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 from tests.helpers import trainers
 from tests.helpers.assertions import assert_helpful, refused
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.streamed_state import DEFAULTS
 
 
 def fit(module: pl.LightningModule, strategy: SmartInfinityStrategy, root: Path, **trainer: Any) -> pl.Trainer:
@@ -347,13 +349,14 @@ def test_what_is_refused_before_anything_is_written(name: str, tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_memory_file_system_warns_or_refuses() -> None:
-    """On tmpfs the strategy warns by default and raises with direct_io="on"."""
-    with TemporaryDirectory(dir="/dev/shm") as name:
+def test_a_memory_file_system_warns_or_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    """On tmpfs the strategy warns by default and raises with direct_io="on". State is not in memory a second time."""
+    with TemporaryDirectory(dir="/dev/shm") as name, caplog.at_level(logging.INFO):
         folder = Path(name)
-        strategy = SmartInfinityStrategy(folder)
+        strategy = SmartInfinityStrategy(folder, transfer={**DEFAULTS})
         with pytest.warns(UserWarning, match=r"tmpfs"):
             fit(LitTiny(Recipe()), strategy, folder)
+        assert f"the limit is 0.00 GiB: the files in {name!r} are in memory already" in caplog.text
         strategy.close()
         with refused(StorageError, name):
             fit(LitTiny(Recipe()), SmartInfinityStrategy(folder, transfer=TransferConfig(direct_io="on")), folder)

@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.integrations.trainer import shutdown
 from lightning_smartinfinity.integrations.trainer.shutdown import SavesAfterError
 from lightning_smartinfinity.native import RANK_LOST_STATUS
 from tests.helpers import fuse
@@ -250,10 +252,21 @@ def test_a_rank_whose_disk_does_not_answer(asked: tuple[int, ...], ranks: Ranks,
     assert not (ranks.folder / "last.ckpt").exists()
 
 
-def test_no_save_follows_the_error_of_a_disk() -> None:
-    """A callback that saves after errors does not wait once more for a disk that does not answer."""
+@pytest.mark.parametrize("behind", ["", "__cause__", "__context__", "exceptions"])
+def test_no_save_follows_the_error_of_a_disk(behind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback that saves after errors does not wait once more for a disk that does not answer, nor does the end.
+
+    The error of the disk may also be behind another, or in a group.
+    """
+    silent = StorageTimeoutError("It hangs.", "Look for it.")
+    error: Any = RuntimeError("Another.") if behind else silent
+    if behind:
+        setattr(error, behind, (silent,) if behind == "exceptions" else silent)
     with pytest.warns(UserWarning, match="No checkpoint is saved .* a disk does not answer"):
         try:
-            raise StorageTimeoutError("It hangs.", "Look for it.")
-        except StorageTimeoutError:
+            raise error
+        except Exception:
             assert not SavesAfterError().allowed(Mock(world_size=1))
+    monkeypatch.setattr(shutdown, "ask_to_end", asked := Mock())
+    shutdown.end_by(error, None)
+    asked.assert_called_once()

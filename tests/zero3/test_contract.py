@@ -100,7 +100,7 @@ OVERRIDING: list[tuple[Any, Any, list[str]]] = [
         SmartInfinityStrategy,
         DeepSpeedStrategy,
         [
-            *("setup_environment", "setup_distributed", "setup", "teardown", "on_exception", "barrier"),
+            *("connect", "setup_environment", "setup_distributed", "setup", "teardown", "on_exception", "barrier"),
             *(
                 "process_dataloader",
                 "on_train_start",
@@ -377,7 +377,6 @@ def test_a_module_loads_its_own_part_of_a_state_dict() -> None:
     missing, unexpected, errors = [], [], []  # type: ignore[var-annotated]
     metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
     (child,) = module._modules.values()
-    assert child is not None
     child._load_from_state_dict(weights, "0.", metadata["0"], True, missing, unexpected, errors)
     assert (missing, unexpected, errors) == ([], [], [])
     assert_equal(module.state_dict(), weights)

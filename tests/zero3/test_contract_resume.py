@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import io
 import signal
 import sys
+import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -39,6 +42,7 @@ from lightning_smartinfinity.integrations.trainer.checkpoint_index import _FIELD
 from lightning_smartinfinity.resume import loops
 from lightning_smartinfinity.zero3.checkpoints.folders import staged_save
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import FILES_BESIDE, LATEST
+from lightning_smartinfinity.zero3.checkpoints.formats import whole_file
 from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import CHECKSUMMED
 from lightning_smartinfinity.zero3.parameters import module_copies
 from lightning_smartinfinity.zero3.ranks.locations import _counts, _kind_of, _params_in
@@ -439,6 +443,27 @@ def test_torch_maps_files_by_this_function(tmp_path: Path, monkeypatch: pytest.M
     torch.save({"a": torch.arange(4)}, tmp_path / "file.pt")
     assert torch.load(tmp_path / "file.pt", mmap=True)["a"].tolist() == [0, 1, 2, 3]
     assert calls == [(str(tmp_path / "file.pt"), False, (tmp_path / "file.pt").stat().st_size)]
+
+
+@pytest.mark.seam("`_Places` changes nothing, and takes no more memory or time than a file's content deserves")
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"Nr\xff\xff\xff\x01.",  # puts into place 2^25 of the memo
+        b"\x96\0\0\0\x10\0\0\0\0.",  # 256 MiB of bytes that do not follow
+        b"ctorch._utils\n_rebuild_tensor_v2\n}X\1\0\0\0aNsb.",  # sets an attribute
+    ],
+    ids=["memo", "bytes", "attribute"],
+)
+def test_python_looks_up_how_it_reads_a_pickle(pickled: bytes) -> None:
+    """pickle._Unpickler calls the functions in `dispatch` of its class, and has its memo in a dictionary."""
+    tracemalloc.start()
+    with suppress(KeyError):
+        whole_file._Places(io.BytesIO(pickled), folder="").load()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20 and not vars(whole_file._place_of)
+    assert whole_file._place_of((mock.Mock(), 1), 0, (1,) * 65, (1,) * 65) is None
 
 
 SHAPES = [OrderedDict(a=torch.Size([3]), b=torch.Size([2, 2])), OrderedDict(c=torch.Size([1]))]

@@ -14,6 +14,7 @@ from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientW
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout, build_layout
 from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
 from lightning_smartinfinity.pipeline.rules import UpdateRule
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from lightning_smartinfinity.zero3.parameters.partition import Partition, describe_partition
 from lightning_smartinfinity.zero3.ranks.collectives import raising_together
@@ -23,11 +24,11 @@ from lightning_smartinfinity.zero3.setup.archiving import put_together
 from lightning_smartinfinity.zero3.setup.open_storage import (
     gradient_store,
     open_storage,
-    with_cache,
     with_gradient_budget,
 )
 from lightning_smartinfinity.zero3.setup.reopening import as_stored
 from lightning_smartinfinity.zero3.setup.ring import with_ring
+from lightning_smartinfinity.zero3.setup.state_in_memory import claim_cache
 from lightning_smartinfinity.zero3.untyped import ZeroOptimizer
 
 __all__ = ["open_state"]
@@ -71,10 +72,10 @@ def open_state(
         put_together(offload, group)
         layout = as_stored(layout, offload, group)
     offload = with_ring(offload, layout, group)
-    layout = with_cache(layout, offload, group, itemsize=dtype.itemsize, says=True)
+    offload = with_gradient_budget(offload, layout, itemsize=dtype.itemsize, group=group)
+    layout, cache = claim_cache(layout, offload, group, itemsize=dtype.itemsize)
     rank_state.partition = Partition(optimizer, layout)
     rank_state.partition.zero_padding()
-    offload = with_gradient_budget(offload, layout, itemsize=dtype.itemsize, group=group)
     handler = open_storage(
         offload,
         layout,
@@ -84,17 +85,19 @@ def open_state(
         groups=optimizer.optimizer.param_groups,
         masters=rank_state.partition.outputs(by_cuda=offload.cards is None),
         first_values=first_values,
+        memory=cache,
         group=group,
     )
     rank_state.hold_handler(handler)
     link = link_to(torch.device(get_accelerator().current_device_name()))
     memory = None
     with raising_together(group):
-        if offload.gradient_budget is not None:
-            memory = _windows(layout, offload, dtype, direct=handler.has_direct_io, await_gradients=await_gradients)
         rank_state.activations = open_activations(offload, group)
-    rank_state.arena = GradientArena(layout, dtype=dtype, link=link, memory=memory)
-    rank_state.compressed = _compressed(layout, offload, rank_state.arena, link)
+        with storage_errors("Allocating memory for gradients of", offload.storage[0]):
+            if offload.gradient_budget is not None:
+                memory = _windows(layout, offload, dtype, direct=handler.has_direct_io, await_gradients=await_gradients)
+            rank_state.arena = GradientArena(layout, dtype=dtype, link=link, memory=memory)
+            rank_state.compressed = _compressed(layout, offload, rank_state.arena, link)
     if offload.resumes:
         rank_state.keeping.resumable = True
         _read_parameters(rank_state)

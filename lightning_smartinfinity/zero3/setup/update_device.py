@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import ProcessGroup
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.common.machine import available_cores, machine_identity
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.devices.smartssd import (
@@ -265,18 +266,21 @@ def compute_threads(wanted: int | str, *, num_processes: int, on_gpu: bool) -> i
     return update_threads(available_cores() // num_processes, on_gpu=on_gpu)
 
 
-def make_device(settings: OffloadSettings, extents: ExtentMap, optimizer: str) -> StorageDevice:
+def make_device(
+    settings: OffloadSettings, extents: ExtentMap, optimizer: str, memory: Sequence[native.HostBuffer] = ()
+) -> StorageDevice:
     """Return the device that updates, which is not open yet.
 
     Args:
         settings: Result of :func:`choose_update_device`.
         extents: The extents of this rank's tasklets.
         optimizer: Name of the update rule.
+        memory: Memory for the resident tasklets, if the host updates.
     """
     transfer, cards = settings.transfer, settings.cards
     host: dict[str, Any] = {name: getattr(transfer, name) for name in ("compute_threads", "io_engine", "io_timeout")}
     if cards is None:
-        return HostDevice(num_buffers=settings.num_buffers, **host)
+        return HostDevice(num_buffers=settings.num_buffers, resident_memory=memory, **host)
     return SmartSSDDevice(cards, kernel=kernel_of(optimizer), ring=_ring(settings, extents.tasklet_numel), **host)
 
 
