@@ -192,7 +192,12 @@ def given_resources(found: Resources, options: argparse.Namespace) -> Resources:
     Raises:
         ConfigError: Options contradict each other.
     """
-    names = {"host_memory": options.host_memory, "disk": options.disk, "cores": options.cores}
+    names = {
+        "host_memory": options.host_memory,
+        "disk": options.disk,
+        "cores": options.cores,
+        "num_drives": options.drives,
+    }
     given: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
     if options.host_memory is not None:
         given["kept_free"] = None

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 
 from lightning_smartinfinity.pipeline.layout.free_memory import room_for_state
+from lightning_smartinfinity.pipeline.layout.ring import ring_buffers, update_threads
 from lightning_smartinfinity.planning.choice import (
     PINNED_SHARE,
     TIGHT,
@@ -32,7 +33,7 @@ from lightning_smartinfinity.planning.needs_table import in_gb, needs_table
 from lightning_smartinfinity.planning.pace import Rates, seconds_beside_update
 from lightning_smartinfinity.planning.training import OFFLOADS, Training
 
-__all__ = ["Open", "choose", "default_cache", "plan_in_words", "with_cache"]
+__all__ = ["Open", "choose", "default_cache", "plan_in_words", "with_cache", "with_ring"]
 
 _SMALL_BUCKET = 1024 * 1024
 _GRAIN = 10**6
@@ -123,6 +124,24 @@ def with_cache(model: ModelFigures, training: Training, resources: Resources) ->
     free = int(TIGHT * resources.host_memory) - _held(model, training, resources)
     nbytes = min(default_cache(model, training, resources), max(0, free) // training.processes // _GRAIN * _GRAIN)
     return replace(training, cache_bytes=nbytes)
+
+
+def with_ring(training: Training, resources: Resources) -> Training:
+    """Return the training with the ring that it chooses by default.
+
+    Args:
+        training: The training.
+        resources: Resources of the machine.
+    """
+    cores = resources.cores // training.processes
+    number = ring_buffers(
+        tasklet_bytes=training.tasklet_bytes,
+        threads=update_threads(cores, on_gpu=resources.on_gpu),
+        drives=resources.num_drives,
+        processes=training.processes,
+        margin=resources.margin,
+    )
+    return replace(training, num_buffers=number)
 
 
 def default_cache(model: ModelFigures, training: Training, resources: Resources) -> int:

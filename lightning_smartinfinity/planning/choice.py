@@ -70,6 +70,7 @@ class Resources:
         gpu_memory: Bytes of each GPU; None if there is no GPU.
         num_gpus: Number of GPUs.
         drive_bytes: Size of the drive in bytes.
+        num_drives: Number of drives that hold the state.
         process_bytes: Host memory of a process before it trains.
     """
 
@@ -81,6 +82,7 @@ class Resources:
     gpu_memory: int | None = None
     num_gpus: int = 0
     drive_bytes: int = 0
+    num_drives: int = 1
     process_bytes: int = PROCESS_BYTES
 
     @property

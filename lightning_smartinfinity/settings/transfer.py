@@ -76,9 +76,12 @@ class TransferConfig:
             buffer holds as many whole blocks of elements as fit. None: 4 MiB if the host updates, 64 MiB if SmartSSDs
             update.
         num_buffers: Number of ring buffers. The ring uses at most ``num_buffers * tasklet_bytes`` bytes for a model of
-            any size. The update also holds one gradient per parameter of the rank's partition; on a GPU, slots for
-            parameters (with Adam a sixth of the ring in 16 bit, a third in fp32); with parameters on storage, a staging
-            buffer as large as the ring; and the state that ``dram_cache_bytes`` keeps in memory.
+            any size. ``"auto"``: for each drive of the rank's share 64 MiB of buffers, from 8 to 16; one more for each
+            update thread beyond the first; but all rings together take at most 1/32 of the memory of the machine or the
+            container, unless that is less than 8 buffers each. SmartSSDs: 16. Results do not depend on it. The update
+            also holds one gradient per parameter of the rank's partition; on a GPU, slots for parameters (with Adam a
+            sixth of the ring in 16 bit, a third in fp32); with parameters on storage, a staging buffer as large as the
+            ring; and the state that ``dram_cache_bytes`` keeps in memory.
         compute_threads: Number of update threads per rank. More threads help if arithmetic, not storage, is the
             bottleneck, but they use cores that forward and backward need. ``"auto"``: half of the rank's share of the
             cores if a GPU trains, a quarter if the CPU does; at least 1, at most 8. Cores beyond the process's affinity
@@ -129,7 +132,7 @@ class TransferConfig:
     """
 
     tasklet_bytes: int | str | None = None
-    num_buffers: int = 16
+    num_buffers: int | str = "auto"
     compute_threads: int | str = "auto"
     io_engine: str = "auto"
     dram_cache_bytes: int | str | None = None
@@ -152,7 +155,7 @@ class TransferConfig:
         require(
             self,
             tasklet_bytes=optional(num_bytes(_MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES)),
-            num_buffers=NUM_BUFFERS,
+            num_buffers=optional(NUM_BUFFERS, "auto"),
             compute_threads=optional(between(1, MAX_THREADS), "auto"),
             io_engine=one_of("auto", "io_uring", "threads", "plain"),
             dram_cache_bytes=optional(optional(num_bytes(0), "auto")),

@@ -387,7 +387,7 @@ def test_what_breaks_is_named(folder: str, planned: Any, cli: Cli) -> None:
 
 
 def test_json_has_bytes_by_owner(folder: str, planned: Any) -> None:
-    """Every need is the sum of its owners; a machine's sizes are those that were given."""
+    """Every need is the sum of its owners; a machine's sizes are those that were given. Drives make the ring larger."""
     found = planned(folder, *MACHINE, "--seq", "16")
     assert found["machine"]["gpu_memory"] == 24 * 10**9
     assert {(each["place"], each["phase"]) for each in found["asked"]["needs"]} == {
@@ -400,6 +400,12 @@ def test_json_has_bytes_by_owner(folder: str, planned: Any) -> None:
     }
     for each in found["asked"]["needs"]:
         assert each["bytes"] == sum(each["owners"].values())
+    more = planned(folder, *MACHINE, "--seq", "16", "--drives", "3")
+    one, three = (
+        next(each["owners"]["ring"] for each in of["asked"]["needs"] if "ring" in each["owners"])
+        for of in (found, more)
+    )
+    assert three * (16 + 7) == one * (3 * 16 + 7)  # eight threads update
 
 
 def test_several_models_make_a_table(cli: Cli) -> None:

@@ -30,7 +30,9 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.integrations.lightning_options import checked_options
 from lightning_smartinfinity.native.formats import STATE_FORMATS, optimizers_of
+from lightning_smartinfinity.pipeline.layout.ring import ring_buffers
 from lightning_smartinfinity.settings.strategy import StrategySettings
+from lightning_smartinfinity.storage.io.mounts import num_drives
 from lightning_smartinfinity.zero3.setup import update_device
 from tests.helpers.assertions import assert_helpful
 
@@ -200,7 +202,7 @@ def test_settings_are_dataclasses_as_before() -> None:
     config = TransferConfig(num_buffers=np.int64(3))  # type: ignore[arg-type]
     assert type(config.num_buffers) is int
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
-    assert dataclasses.replace(config, num_buffers=16) == TransferConfig()
+    assert dataclasses.replace(config, num_buffers="auto") == TransferConfig()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -297,3 +299,31 @@ def test_how_many_threads_update(
     """They never exceed a share of the cores, which is larger where a GPU trains."""
     monkeypatch.setattr(update_device, "available_cores", lambda: cores)
     assert update_device.compute_threads(wanted, num_processes=processes, on_gpu=on_gpu) == threads
+
+
+@pytest.mark.parametrize(
+    ("mib", "threads", "drives", "processes", "margin", "buffers"),
+    [
+        (4, 1, 1, 1, 6 << 30, 16),
+        (4, 8, 8, 1, 96 << 30, 8 * 16 + 7),
+        (4, 2, 8, 8, 96 << 30, 17),
+        (4, 1, 4, 3, 96 << 30, 32),
+        (1, 1, 1, 1, 6 << 30, 16),
+        (64, 1, 1, 1, 6 << 30, 8),
+        (4, 1, 8, 1, 2 << 30, 64),
+        (4, 1, 8, 2, 2 << 30, 32),
+        (4, 1, 1, 1, 256 << 20, 8),
+    ],
+)
+def test_how_many_buffers_a_ring_has(
+    mib: int, threads: int, drives: int, processes: int, margin: int, buffers: int
+) -> None:
+    """They suffice for each drive of the process's share and for each thread, if memory is not short."""
+    of = {"threads": threads, "drives": drives, "processes": processes, "margin": margin}
+    assert ring_buffers(tasklet_bytes=mib << 20, **of) == buffers
+
+
+def test_folders_of_one_file_system_are_one_drive(tmp_path: Path) -> None:
+    """Folders count by their file systems, also before they exist."""
+    assert num_drives([tmp_path, tmp_path / "new" / "folder"]) == 1
+    assert num_drives([tmp_path, Path("/proc")]) == 2

@@ -355,7 +355,8 @@ def test_what_is_free_becomes_a_cache(
     asked: list[int] = []
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(state_in_memory, "measure_memory", memory_of(itertools.repeat(100_000), asked))
-    transfer = {**SMALL_RING, "dram_cache_bytes": "auto", "durability": durability, **budget}
+    ring = {"tasklet_bytes": SMALL_RING["tasklet_bytes"], "compute_threads": 3}
+    transfer = {**ring, "dram_cache_bytes": "auto", "durability": durability, **budget}
     options = {"overlap": "none", "activations": activations}
     _, trainer, _ = train(Run(out=str(tmp_path), recipe=BF16, transfer=transfer, options=options))
     strategy: Any = trainer.strategy
@@ -366,9 +367,11 @@ def test_what_is_free_becomes_a_cache(
         and (traffic.cached_write_bytes > 0) == (durability == "none")
     )
     assert caplog.text.count("stay in host memory; the limit is 0.00 GiB: its share of what is free") == 1
-    ring = 2 * SMALL_RING["num_buffers"] * SMALL_RING["tasklet_bytes"]
+    assert "num_buffers='auto': 18 buffers of" in caplog.text  # 16 for the drive, and one for each other thread
     gradients = strategy.host_bytes["gradient_arena"] if durability == "step" else 200_000
-    assert asked[0] == pytest.approx(ring + gradients + (0 if activations is None else 10**7), rel=0.02)
+    assert asked[0] == pytest.approx(
+        2 * 18 * ring["tasklet_bytes"] + gradients + (0 if activations is None else 10**7), rel=0.02
+    )
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,9 @@ def test_what_surrounds_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for folders in (("a/b",), ("a/b", "c")):  # none of which exists yet
         storage = tuple(tmp_path / folder for folder in folders)
         settings = StrategySettings(storage=storage, plan=PlanConfig(host_memory="2GB"))
-        assert plan_training(settings, LitTiny(RECIPE), around).settings == settings
+        planned = plan_training(settings, LitTiny(RECIPE), around)
+        assert planned.settings == settings
+        assert planned.training.num_buffers == 2 * 10**9 // 4 // 8 // (4 << 20)  # an eighth of the quarter
         tables.append(told.pop().splitlines()[-1].split()[:5])
     assert tables[0][:4] == tables[1][:4] and float(tables[0][4]) == pytest.approx(float(tables[1][4]), rel=0.01)
     tight = dataclasses.replace(roomy, plan=PlanConfig(**just_enough_for("init", gradient_budget=128 << 10)))

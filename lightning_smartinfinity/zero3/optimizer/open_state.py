@@ -27,6 +27,7 @@ from lightning_smartinfinity.zero3.setup.open_storage import (
     with_gradient_budget,
 )
 from lightning_smartinfinity.zero3.setup.reopening import as_stored
+from lightning_smartinfinity.zero3.setup.ring import with_ring
 from lightning_smartinfinity.zero3.setup.state_in_memory import claim_cache
 from lightning_smartinfinity.zero3.untyped import ZeroOptimizer
 
@@ -56,7 +57,7 @@ def open_state(
             given by their indices.
 
     Returns:
-        The settings with the gradient budget that was chosen.
+        The settings with the ring and the gradient budget that were chosen.
     """
     group, dtype = optimizer.dp_process_group, optimizer.gradient_accumulation_dtype
     layout = build_layout(
@@ -70,6 +71,7 @@ def open_state(
     if offload.resumes:
         put_together(offload, group)
         layout = as_stored(layout, offload, group)
+    offload = with_ring(offload, layout, group)
     offload = with_gradient_budget(offload, layout, itemsize=dtype.itemsize, group=group)
     layout, cache = claim_cache(layout, offload, group, itemsize=dtype.itemsize)
     rank_state.partition = Partition(optimizer, layout)

@@ -211,7 +211,7 @@ def with_gradient_budget(
     """
     wanted, nbytes = settings.transfer.gradient_bytes, layout.numel * itemsize
     if isinstance(wanted, str):
-        ring = settings.transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
+        ring = settings.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
         own = measure_memory(reserved=ring)
         free = share_of_memory(gather(own, group), own)
         needs_all = _needs_all_gradients(settings, layout, itemsize=itemsize) is not None

@@ -129,7 +129,7 @@ def _still_to_allocate(layout: PartitionLayout, settings: OffloadSettings, *, it
         gradients = min(gradients, transfer.gradient_bytes)
     has_residual = settings.compression is not None and settings.compression.keeps_residual
     residual = _FP32_BYTES * layout.numel if has_residual else 0
-    ring = transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
+    ring = settings.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
     pool = settings.activations.host_bytes if settings.activations is not None else 0
     # Slots, or a staging buffer, are about as large as the ring at most.
     return gradients + residual + 2 * ring + (pool if isinstance(pool, int) else 0)

@@ -37,6 +37,7 @@ from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kern
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
+from lightning_smartinfinity.pipeline.layout.ring import update_threads
 from lightning_smartinfinity.settings import SmartSSDConfig
 from lightning_smartinfinity.settings.smartssd import is_xclbin_named
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES, ExtentMap
@@ -51,7 +52,6 @@ _log = logging.getLogger(__name__)
 
 _SMALL_TASKLET_BYTES = 16 << 20
 _LEAST_GRADIENT_BYTES = 2  # per element
-_MOST_THREADS = 8  # by itself, so that a machine with many cores keeps some; not measured with more than two
 
 
 class _Report(NamedTuple):
@@ -263,8 +263,7 @@ def compute_threads(wanted: int | str, *, num_processes: int, on_gpu: bool) -> i
     """
     if isinstance(wanted, int):
         return wanted
-    cores = available_cores() // num_processes
-    return min(max(1, cores // (2 if on_gpu else 4)), _MOST_THREADS)
+    return update_threads(available_cores() // num_processes, on_gpu=on_gpu)
 
 
 def make_device(
@@ -281,7 +280,7 @@ def make_device(
     transfer, cards = settings.transfer, settings.cards
     host: dict[str, Any] = {name: getattr(transfer, name) for name in ("compute_threads", "io_engine", "io_timeout")}
     if cards is None:
-        return HostDevice(num_buffers=transfer.num_buffers, resident_memory=memory, **host)
+        return HostDevice(num_buffers=settings.num_buffers, resident_memory=memory, **host)
     return SmartSSDDevice(cards, kernel=kernel_of(optimizer), ring=_ring(settings, extents.tasklet_numel), **host)
 
 
@@ -297,7 +296,7 @@ def card_file_bytes(settings: OffloadSettings, extents: ExtentMap) -> int:
 def _ring(settings: OffloadSettings, numel: int) -> CardRing:
     """Return the wanted ring of each card, for tasklets of ``numel`` elements."""
     return CardRing(
-        num_buffers=settings.transfer.num_buffers,
+        num_buffers=settings.num_buffers,
         gradient_buffer_bytes=settings.transferred_gradient_bytes(numel),
         parameter_bytes=settings.parameter_itemsize * numel,
     )
