@@ -12,7 +12,7 @@ from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout, build_layout
-from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
+from lightning_smartinfinity.pipeline.parameters.cuda import link_to
 from lightning_smartinfinity.pipeline.rules import UpdateRule
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from lightning_smartinfinity.zero3.parameters.partition import Partition, describe_partition
@@ -91,8 +91,10 @@ def open_state(
         if offload.gradient_budget is not None:
             memory = _windows(layout, offload, dtype, direct=handler.has_direct_io, await_gradients=await_gradients)
         rank_state.activations = open_activations(offload, group)
-    rank_state.arena = GradientArena(layout, dtype=dtype, link=link, memory=memory)
-    rank_state.compressed = _compressed(layout, offload, rank_state.arena, link)
+        threads = offload.transfer.compute_threads
+        assert isinstance(threads, int), "the number was chosen before the training"
+        rank_state.arena = GradientArena(layout, dtype=dtype, link=link, memory=memory, num_threads=threads)
+    rank_state.compressed = _compressed(layout, offload, rank_state.arena)
     if offload.resumes:
         rank_state.keeping.resumable = True
         _read_parameters(rank_state)
@@ -122,9 +124,7 @@ def _windows(
     )
 
 
-def _compressed(
-    layout: PartitionLayout, offload: OffloadSettings, arena: GradientArena, link: CudaLink | None
-) -> CompressedGradients | None:
+def _compressed(layout: PartitionLayout, offload: OffloadSettings, arena: GradientArena) -> CompressedGradients | None:
     if offload.compression is None:
         return None
     device = torch.device(get_accelerator().current_device_name())
@@ -134,7 +134,6 @@ def _compressed(
         gradients=arena.buffer,
         num_threads=offload.feed_back_threads,
         device=device if device.type == "cuda" else None,
-        link=link,
     )
 
 
