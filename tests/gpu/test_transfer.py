@@ -88,6 +88,12 @@ def test_gradients_from_the_device(link: CudaLink, arena_dtype: torch.dtype, dty
     assert device.sum_of_squares() == host.sum_of_squares()
     assert torch.equal(device.buffer, host.buffer)
     assert link.device.registration_failure == "" and not device.buffer.is_pinned()
+    replacing = torch.ones(7, device="cuda")
+    torch.cuda._sleep(BUSY_CYCLES)
+    device.replace(1, replacing)
+    replacing.fill_(5.0)  # the caller may change it
+    device.synchronize()
+    assert (device.gradient(1) == 1).all()
     device.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import torch
@@ -38,6 +39,7 @@ class ArrivingGradients:
             most_bytes=MOST_ON_DEVICE_BYTES,
         )
         link.warn_of_unregistered()
+        self._wait_seconds = 0.0
         self._sources: deque[_Source] = deque()  # keeps the device's memory until it was copied
 
     def takes(self, gradient: torch.Tensor) -> bool:
@@ -56,7 +58,7 @@ class ArrivingGradients:
             adds: Whether to add the gradient.
 
         Returns:
-            The gradient's ticket, for :meth:`is_done` and :meth:`wait`.
+            The gradient's ticket, for :meth:`is_done` and :meth:`wait_for_room`.
         """
         while self._sources and self._ring.done(self._sources[0].ticket):
             self._sources.popleft()
@@ -78,13 +80,25 @@ class ArrivingGradients:
         """Return whether the ticket's gradient, and all that were started before it, have arrived or are lost."""
         return self._ring.done(ticket)
 
-    def wait(self, ticket: int | None = None) -> None:
-        """Wait until the ticket's gradient, or without a ticket all, and those started before it, have arrived.
+    def wait(self) -> None:
+        """Wait until all gradients have arrived.
 
         Raises:
             CudaError: A copy has failed since the last :meth:`reset`.
         """
+        self._ring.wait()
+
+    def wait_for_room(self, ticket: int) -> None:
+        """Do the same for the ticket's gradient and those before it, and count the time.
+
+        Backward needs the host memory of that gradient for others.
+
+        Raises:
+            CudaError: As :meth:`wait`.
+        """
+        began = time.monotonic()
         self._ring.wait(ticket)
+        self._wait_seconds += time.monotonic() - began
 
     def point(self) -> native.ReadyPoint:
         """Return the point after which all gradients started so far have arrived."""
@@ -106,8 +120,8 @@ class ArrivingGradients:
 
     @property
     def wait_seconds(self) -> float:
-        """Time that :meth:`start` waited."""
-        return self._ring.wait_seconds
+        """Time that :meth:`start` and :meth:`wait_for_room` waited."""
+        return self._ring.wait_seconds + self._wait_seconds
 
     def close(self) -> None:
         """Wait until nothing is on its way, and free the memory and the threads; idempotent."""

@@ -376,7 +376,7 @@ class GradientWindows(GradientMemory):
         """Wait for the first gradient on its way into a window that may be dropped. Return whether there was one."""
         window = next((w for w in self._held if w not in keep and self._is_arriving(w)), None)
         if window is not None and self.arriving is not None:
-            self.arriving.wait(self._arriving[window])
+            self.arriving.wait_for_room(self._arriving[window])
         return window is not None
 
     def _is_arriving(self, window: int) -> bool:
