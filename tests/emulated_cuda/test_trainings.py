@@ -135,7 +135,7 @@ def test_gradients_arrive_beside_backward(trained: Trained) -> None:
     assert all(each["copies"]["ours"] > 10 for each in found)
     figures = [(each["copies"]["torch"], each["counts"]["sums in step"], each["threads"]) for each in found]
     assert figures == [(0, 0, [])] * len(found)
-    assert {each["host_bytes"]["gradient_ring"] for each in found} == {4 << 20}
+    assert {each["ring_bytes"] for each in found} == {4 << 20}
 
 
 def test_frozen_parameters_alone_may_be_pageable(trained: Trained) -> None:

@@ -72,7 +72,7 @@ def guesses(trainer: pl.Trainer) -> dict[str, Any]:
         "discarded": optimizer.speculation.num_discarded,
         "counts": dict(_counts),
         "copies": copies_to_host(optimizer),
-        "host_bytes": trainer.strategy.host_bytes,  # type: ignore[attr-defined]
+        "ring_bytes": optimizer.rank_state.arena.ring_bytes,
         "pinned": {param.requires_grad: param.ds_tensor.is_pinned() for param in trainer.model.parameters()},
     }
     trainer.strategy.close()  # type: ignore[attr-defined]
