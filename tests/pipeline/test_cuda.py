@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,6 +31,7 @@ from tests.helpers.native_testing import inject
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 from tests.pipeline.fake_link import CudaRun, FakeLink
 from tests.pipeline.harness import SCALE, Case, assert_equal, everything, gradient_of, layout_of, running, schedule
+from tests.pipeline.test_arena import WINDOW, layout_of_eight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Two buffers serve eleven tasklets, some with many parameters, so every slot is reused many times.
@@ -133,19 +134,14 @@ def test_copies_and_the_users_stream_are_in_order(start: Callable[[Case], CudaRu
 
 
 @pytest.fixture
-def summed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The sums of squares that were not computed as gradients arrived."""
-    sums, sum_of_squares = list[float](), native.sum_of_squares
-
-    def counted(*arguments: Any) -> float:
-        sums.append(sum_of_squares(*arguments))
-        return sums[-1]
-
+def summed(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Is called for each sum of squares that was not computed as its gradient arrived."""
+    counted = Mock(wraps=native.sum_of_squares)
     monkeypatch.setattr(native, "sum_of_squares", counted)
-    return sums
+    return counted
 
 
-def test_arrivals_do_not_wait_for_the_device(link: FakeLink, summed: list[float]) -> None:
+def test_arrivals_do_not_wait_for_the_device(link: FakeLink, summed: Mock) -> None:
     """Gradients arrive while the device is busy without a wait. The norm waits for the gradients only.
 
     They travel in their own dtype, on a stream of their own, and are squared beside that. No stream of the user waits,
@@ -178,7 +174,7 @@ def test_arrivals_do_not_wait_for_the_device(link: FakeLink, summed: list[float]
     arena.arrive(1, link.on_device(gradients[0]))
     arena.replace(1, gradients[1].float())  # from the host
     assert arena.sum_of_squares() == pytest.approx(gradients[1].double().square().sum().item(), rel=1e-12)
-    assert len(summed) == 1
+    summed.assert_called_once()
     arena.close()
 
 
@@ -188,7 +184,7 @@ def test_arrivals_do_not_wait_for_the_device(link: FakeLink, summed: list[float]
     [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
 )
 def test_gradients_from_the_device_get_the_bits_of_the_host(
-    link: FakeLink, summed: list[float], arena_dtype: torch.dtype, dtype: torch.dtype, num_threads: int
+    link: FakeLink, summed: Mock, arena_dtype: torch.dtype, dtype: torch.dtype, num_threads: int
 ) -> None:
     """Gradients from the device, its other streams and the host add up to the host's bits in any order.
 
@@ -210,10 +206,10 @@ def test_gradients_from_the_device_get_the_bits_of_the_host(
             device.arrive_all([parameter], [values if on_host else link.on_device(torch._neg_view(-values))])
         if number == 2:
             link.use_other_stream()
-    summed.clear()
+    summed.reset_mock()
     assert device.sum_of_squares() == host.sum_of_squares()
     assert torch.equal(device.buffer, host.buffer)
-    assert len(summed) == 1, "only the host arena sums later, a gradient with padding"
+    summed.assert_called_once()  # by the host's arena, for a gradient with padding
     host.close()
     device.close()
 
@@ -227,12 +223,10 @@ def test_backward_waits_for_a_device_that_is_far_behind(link: FakeLink, monkeypa
     for gradient in gradients[:2]:
         arena.arrive(1, gradient)
     assert arena.wait_seconds == 0
-    interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         arena.arrive(1, gradients[2])
-    opening = threading.Timer(0.2, link.fake.open, (gate,))
-    opening.start()
+    threading.Timer(0.2, link.fake.open, (gate,)).start()
     arena.arrive(1, gradients[3])
     assert arena.wait_seconds > 0
     arena.synchronize()
@@ -242,27 +236,22 @@ def test_backward_waits_for_a_device_that_is_far_behind(link: FakeLink, monkeypa
 
 def test_gradients_with_a_budget_do_not_wait(link: FakeLink, tmp_path: Path) -> None:
     """Windows that gradients are on their way into stay in memory. If all are, the first is waited for, and spilled."""
-    shapes = ((4096, 0, 0, 0),) * 8
-    layout = layout_of(Case(shapes=shapes, tasklet_bytes=64 << 10))
-    store = TensorStore([tmp_path], job="test", direct_io="auto")
-    memory = GradientWindows(layout, torch.float32, budget_bytes=3 << 14, store=store, await_use=lambda _: None)
+    layout, store = layout_of_eight(), TensorStore([tmp_path], job="test", direct_io="auto")
+    memory = GradientWindows(layout, torch.float32, budget_bytes=3 * WINDOW, store=store, await_use=lambda _: None)
     arena = GradientArena(layout, link=link, memory=memory)
     link.fake.delay(1, 5_000)
     for number in range(2):
         gate = link.fake.gate(link.user_stream)
-        for parameter in range(3):
-            arena.arrive(parameter, link.on_device(torch.full((4096,), 1.0 + parameter + number)))
-        assert memory.memory_bytes == 3 << 14
-        link.fake.open(gate)
-        for parameter in range(3, 8):
+        for parameter in range(8):
+            if parameter == 3:  # there is room for three
+                link.fake.open(gate)
             arena.arrive(parameter, link.on_device(torch.full((4096,), 1.0 + parameter + number)))
             assert memory.memory_bytes <= memory.budget_bytes
     expected = [3.0 + 2 * parameter for parameter in range(8)]
     assert arena.sum_of_squares() == 4096 * sum(value**2 for value in expected)
-    arena.synchronize()
     assert [bool((arena.gradient(index) == value).all()) for index, value in enumerate(expected)] == [True] * 8
     assert arena.take_failure() is None
-    assert memory.counters().written_bytes >= 5 << 14
+    assert memory.counters().written_bytes >= 5 * WINDOW
     arena.close()
 
 
