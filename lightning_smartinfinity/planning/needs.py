@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
+from lightning_smartinfinity.pipeline.layout.gradient_ring import MOST_ON_DEVICE_BYTES, ring_bytes
 from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.planning.memory import compressed_bytes
 from lightning_smartinfinity.planning.model import ModelFigures
@@ -127,6 +128,8 @@ def _gpu_needs(model: ModelFigures, training: Training) -> Iterator[Need]:
     yield Need(place=MemoryKind.GPU, phase="building", owners={**held, "parameter being partitioned": cast})
     held["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
     held["gradient bucket"] = 2 * training.item_bytes * max(training.bucket_numel, model.largest)
+    share = training.item_bytes * _share(model.largest, training)
+    held["gradients on their way"] = min(_bytes_of(model.trained, training), max(MOST_ON_DEVICE_BYTES, share))
     yield Need(place=MemoryKind.GPU, phase="training", owners={**held, **activation_owners(model, training)})
 
 
@@ -254,6 +257,8 @@ def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = Fa
     if spilled_gradient_bytes(model, training):
         ring += slots * whole_blocks(training.gradient_itemsize * min(extents.tasklet_numel, extents.numel))
     held = {"ring": ring, "gradient_arena": held_gradient_bytes(layout, training)}
+    if on_gpu:
+        held["gradient_ring"] = ring_bytes(training.gradient_itemsize * layout.numel)
     if training.cache_bytes:
         held["state in memory"] = min(training.cache_bytes, state_bytes(model, training))
     if training.payload is None:

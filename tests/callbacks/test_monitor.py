@@ -56,6 +56,7 @@ PER_STEP = Traffic(
     compute_seconds=0.25,
     wait_seconds=0.125,
     io_cpu_seconds=0.0625,
+    gradient_wait_seconds=0.5,
 )
 INITIALISATION = Traffic(shared_write_bytes=12_000_000, storage_write_bytes=12_000_000)
 CHECKPOINT = Traffic(shared_read_bytes=9_000_000, wait_seconds=60.0)
@@ -196,6 +197,7 @@ def test_values_of_one_step(tmp_path: Path) -> None:
             "io/GBps": 27_500 / 2.0 / 1e9,
             "io/wait_GBps": 27_500 / 0.125 / 1e9,
             "io/wait_s": 0.125,
+            "io/gradient_wait_s": 0.5,
             "io/wait_share": 0.125 / 2.0,
             "io/compute_s": 0.25,
             "io/cpu_s_per_GiB": 0.0625 / 27_500 * 2**30,

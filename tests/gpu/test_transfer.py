@@ -73,7 +73,8 @@ def test_partition_on_the_device(tmp_path: Path, link: CudaLink, dtype: torch.dt
 def test_gradients_from_the_device(link: CudaLink, arena_dtype: torch.dtype, dtype: torch.dtype) -> None:
     """First and later gradients from several streams, some from the host, give the host's bits."""
     layout = layout_of(Case(shapes=((1_200_000, 1, 0, 0), (7, 0, 0, 0)), tasklet_bytes=1 << 20))
-    host, device = GradientArena(layout, dtype=arena_dtype), GradientArena(layout, dtype=arena_dtype, link=link)
+    host = GradientArena(layout, dtype=arena_dtype)
+    device = GradientArena(layout, dtype=arena_dtype, link=link, num_threads=2)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for number in range(4):
         for index, parameter in enumerate(layout.parameters):
@@ -83,9 +84,14 @@ def test_gradients_from_the_device(link: CudaLink, arena_dtype: torch.dtype, dty
                 device.arrive(index, values if number == 2 else values.cuda())
     assert device.sum_of_squares() == host.sum_of_squares()
     assert torch.equal(device.buffer, host.buffer)
-    assert link.device.registration_failure == "" and device.buffer.is_pinned()
+    assert link.device.registration_failure == "" and not device.buffer.is_pinned()
+    replacing = torch.ones(7, device="cuda")
+    torch.cuda._sleep(BUSY_CYCLES)
+    device.replace(1, replacing)
+    replacing.fill_(5.0)  # the caller may change it
+    device.synchronize()
+    assert (device.gradient(1) == 1).all()
     device.close()
-    assert not device.buffer.is_pinned()
 
 
 @pytest.mark.parametrize("number", [1, 2])

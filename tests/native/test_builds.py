@@ -35,7 +35,15 @@ def test_only_one_symbol_is_visible(source: str, kinds: str, name: str) -> None:
 # ---- the native core under the compilers' sanitizers, and on ARM, in random scenarios (stress*.cpp)
 
 
-PROGRAMS = ("stress", "stress_card", "stress_formats", "stress_gradients", "stress_queue", "stress_watch")
+PROGRAMS = (
+    "stress",
+    "stress_card",
+    "stress_formats",
+    "stress_gradients",
+    "stress_queue",
+    "stress_ring",
+    "stress_watch",
+)
 
 
 def built(kind: str, *options: str) -> Path:

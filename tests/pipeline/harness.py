@@ -183,6 +183,7 @@ class Run:
             gradient_scale=1 / SCALE,
             compressed=self.compressed,
             loss_scale=SCALE,
+            arrived=self.arena.arrived,
         )
 
     def update(self, plan: StepPlan) -> None:

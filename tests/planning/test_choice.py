@@ -130,6 +130,7 @@ def test_what_lies_in_memory() -> None:
     one, two = (owners(MemoryKind.HOST, "training", accumulate=n)["gradient_arena"] for n in (1, 2))
     assert two == 2 * one == 4 * SEVEN.numel
     assert owners(MemoryKind.HOST, "training", gradient_budget=4 * GB)["gradient_arena"] == 4 * GB
+    assert owners(MemoryKind.HOST, "training")["gradient_ring"] == 64 << 20
     half, full = (owners(MemoryKind.GPU, "training", precision=of)["activations"] for of in ("bf16-mixed", "32-true"))
     assert full == 2 * half
     counted = replace(SEVEN, passes=replace(SEVEN.passes, item_bytes=4))

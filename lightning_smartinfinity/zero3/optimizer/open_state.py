@@ -12,7 +12,7 @@ from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout, build_layout
-from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
+from lightning_smartinfinity.pipeline.parameters.cuda import link_to
 from lightning_smartinfinity.pipeline.rules import UpdateRule
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
@@ -93,11 +93,13 @@ def open_state(
     memory = None
     with raising_together(group):
         rank_state.activations = open_activations(offload, group)
+        threads = offload.transfer.compute_threads
+        assert isinstance(threads, int), "the number was chosen before the training"
         with storage_errors("Allocating memory for gradients of", offload.storage[0]):
             if offload.gradient_budget is not None:
                 memory = _windows(layout, offload, dtype, direct=handler.has_direct_io, await_gradients=await_gradients)
-            rank_state.arena = GradientArena(layout, dtype=dtype, link=link, memory=memory)
-            rank_state.compressed = _compressed(layout, offload, rank_state.arena, link)
+            rank_state.arena = GradientArena(layout, dtype=dtype, link=link, memory=memory, num_threads=threads)
+            rank_state.compressed = _compressed(layout, offload, rank_state.arena)
     if offload.resumes:
         rank_state.keeping.resumable = True
         _read_parameters(rank_state)
@@ -127,9 +129,7 @@ def _windows(
     )
 
 
-def _compressed(
-    layout: PartitionLayout, offload: OffloadSettings, arena: GradientArena, link: CudaLink | None
-) -> CompressedGradients | None:
+def _compressed(layout: PartitionLayout, offload: OffloadSettings, arena: GradientArena) -> CompressedGradients | None:
     if offload.compression is None:
         return None
     device = torch.device(get_accelerator().current_device_name())
@@ -139,7 +139,6 @@ def _compressed(
         gradients=arena.buffer,
         num_threads=offload.feed_back_threads,
         device=device if device.type == "cuda" else None,
-        link=link,
     )
 
 

@@ -7,6 +7,7 @@
 #include "base/abandoned_call.hpp"
 #include "base/numa.hpp"
 #include "base/stopwatch.hpp"
+#include "extent/ready_point.hpp"
 #include "gradient/compression.hpp"
 #include "gradient/validate_batch.hpp"
 #include "pipeline/host_updater.hpp"
