@@ -26,7 +26,7 @@ constexpr std::size_t kPartBytes = std::size_t{4} << 20;
 // The callback of such a part computes for less time than passing it to another thread takes.
 constexpr std::size_t kSmallPartBytes = std::size_t{64} << 10;
 
-void require(bool condition, const std::string& problem) {
+void require_usage(bool condition, const std::string& problem) {
     if (!condition) throw std::invalid_argument("FileQueue: " + problem);
 }
 
@@ -82,14 +82,14 @@ std::unique_ptr<IoEngine> FileQueue::make_engine(const IoOptions& options) {
 
 FileQueue::Ticket FileQueue::submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data,
                                     std::size_t bytes, const Options& options) {
-    require(bytes > 0, "no bytes");
+    require_usage(bytes > 0, "no bytes");
     const bool aligned = offset % kBlockBytes == 0 && bytes % kBlockBytes == 0 &&
                          reinterpret_cast<std::uintptr_t>(data) % kBlockBytes == 0;
-    require(aligned || file.access() == Access::kBuffered, "direct I/O wants whole blocks of 4096 bytes");
+    require_usage(aligned || file.access() == Access::kBuffered, "direct I/O wants whole blocks of 4096 bytes");
     const int descriptor = file.descriptor();
     const auto request = std::make_shared<Request>(file, options);
     const std::lock_guard lock(mutex_);
-    require(!closed_, "it is closed");
+    require_usage(!closed_, "it is closed");
     for (std::size_t begin = 0; begin < bytes; begin += kPartBytes) {
         request->unstarted.push_back(
             {direction, descriptor, offset + begin, data + begin, std::min(kPartBytes, bytes - begin), next_tag_++});
@@ -185,7 +185,7 @@ std::optional<Failure> FileQueue::failure_of(const Part& part, Transfer::Progres
 }
 
 void FileQueue::require_issued(Ticket ticket) const {
-    require(ticket < next_ticket_, "there is no ticket " + std::to_string(ticket));
+    require_usage(ticket < next_ticket_, "there is no ticket " + std::to_string(ticket));
 }
 
 bool FileQueue::has_ended(Ticket ticket) const {
