@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from tests.stock.async_io import AioHandle
-from tests.stock.async_io import install as install_handle
+from tests.stock.async_io import AioHandle, install as install_handle
 
 
 class QueuedHandle(AioHandle):

@@ -1,6 +1,8 @@
-from lightning_smartinfinity.integrations.trainer.metrics import BytesPerParameter as BytesPerParameter
-from lightning_smartinfinity.integrations.trainer.metrics import StorageBandwidth as StorageBandwidth
-from lightning_smartinfinity.integrations.trainer.metrics import StorageBytes as StorageBytes
-from lightning_smartinfinity.integrations.trainer.metrics import StorageCounters as StorageCounters
-from lightning_smartinfinity.integrations.trainer.metrics import StorageWait as StorageWait
-from lightning_smartinfinity.integrations.trainer.metrics import traffic_between as traffic_between
+from lightning_smartinfinity.integrations.trainer.metrics import (
+    BytesPerParameter as BytesPerParameter,
+    StorageBandwidth as StorageBandwidth,
+    StorageBytes as StorageBytes,
+    StorageCounters as StorageCounters,
+    StorageWait as StorageWait,
+    traffic_between as traffic_between,
+)

@@ -8,8 +8,7 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepSpeedPrecision
-from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepSpeedPrecision, Precision
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn

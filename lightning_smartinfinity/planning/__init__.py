@@ -33,8 +33,13 @@ from lightning_smartinfinity.planning.simulator.gradients import (
 )
 from lightning_smartinfinity.planning.simulator.handler import Route
 from lightning_smartinfinity.planning.simulator.hardware import Channel, Device, Gpu, Host, Machine
-from lightning_smartinfinity.planning.simulator.step import Overlap, StepTime, System, simulate_step
-from lightning_smartinfinity.planning.simulator.step import SimulatedTraffic as Traffic
+from lightning_smartinfinity.planning.simulator.step import (
+    Overlap,
+    SimulatedTraffic as Traffic,
+    StepTime,
+    System,
+    simulate_step,
+)
 from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS, Workload
 
 if TYPE_CHECKING:

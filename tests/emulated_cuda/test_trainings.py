@@ -24,8 +24,7 @@ from tests.helpers.runif import RunIf
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.native.builds import ROOT
 from tests.training import test_overlap_programs as programs
-from tests.training.test_overlap import BF16, CASES, SMALL_RING, assert_same, run_of
-from tests.training.test_overlap import result as result_on_host
+from tests.training.test_overlap import BF16, CASES, SMALL_RING, assert_same, result as result_on_host, run_of
 from tests.training.worker import Outcome, Run, launch
 
 pytestmark = RunIf(torch_without_cuda=True)

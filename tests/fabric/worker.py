@@ -11,8 +11,7 @@ import torch
 from lightning.fabric import Fabric
 
 from tests.helpers.models import Recipe
-from tests.training.worker import Outcome, Run
-from tests.training.worker import launch as launch_runs
+from tests.training.worker import Outcome, Run, launch as launch_runs
 
 
 def launch(*runs: Run) -> list[Outcome]:

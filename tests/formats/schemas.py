@@ -38,12 +38,10 @@ from lightning_smartinfinity.zero3.checkpoints.formats.file_checksums import FIL
 from lightning_smartinfinity.zero3.checkpoints.formats.format_version import CHECKPOINT_VERSION, EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.formats.part_checksums import CHECKSUMS_VERSION
 from lightning_smartinfinity.zero3.checkpoints.formats.whole_file import CHECKSUMS_KEY
-from tests.fabric.storage_worker import FabricRun
-from tests.fabric.storage_worker import launch as launch_fabric
+from tests.fabric.storage_worker import FabricRun, launch as launch_fabric
 from tests.formats.earlier import VARIED, converted, extracted, run
 from tests.helpers.model_folder import make_model_folder
-from tests.huggingface.interrupted import HuggingRun
-from tests.huggingface.interrupted import launch as launch_transformers
+from tests.huggingface.interrupted import HuggingRun, launch as launch_transformers
 
 STORED = Path(__file__).parent / "schemas.json"
 KIND = "compressed"

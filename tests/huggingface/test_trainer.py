@@ -14,8 +14,7 @@ import transformers
 from lightning_smartinfinity import ConfigError, UnsupportedError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.integrations.transformers import SmartInfinityTraining
-from lightning_smartinfinity.planning import choice
-from lightning_smartinfinity.planning import needs as plan_needs
+from lightning_smartinfinity.planning import choice, needs as plan_needs
 from lightning_smartinfinity.planning.needs import MemoryKind, needs
 from lightning_smartinfinity.planning.survey.models import find_source, survey_model
 from lightning_smartinfinity.planning.training import Training

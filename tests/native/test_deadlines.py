@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.integrations import session

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_smartinfinity.native import DType, Operation, UpdateStep, accumulate, crc32c, sum_of_squares
 from tests.helpers.golden import (

@@ -11,8 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_smartinfinity import StorageFullError, UnsupportedError, native
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.pipeline.layout.free_memory import (

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_smartinfinity.devices import FolderTraffic, HostDevice, Traffic
 from lightning_smartinfinity.native import Blocks

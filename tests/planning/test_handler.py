@@ -6,8 +6,7 @@ from itertools import product
 from unittest import mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_smartinfinity.devices.smartssd import device
 from lightning_smartinfinity.native.formats import STATE_FORMATS

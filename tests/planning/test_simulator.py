@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_smartinfinity import BlockScaled, ConfigError, TopK
-from lightning_smartinfinity import planning as plan
+from lightning_smartinfinity import BlockScaled, ConfigError, TopK, planning as plan
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.planning import (
     BlockScaledPayload,

@@ -21,9 +21,7 @@ import pytest
 
 from hls.description import SMARTSSD
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.cli.smartssd import archive as report_archive
-from lightning_smartinfinity.cli.smartssd import build as card_build
-from lightning_smartinfinity.cli.smartssd import report as card_report
+from lightning_smartinfinity.cli.smartssd import archive as report_archive, build as card_build, report as card_report
 from lightning_smartinfinity.devices.smartssd import examination
 from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime
 from lightning_smartinfinity.devices.smartssd.examination import Finding

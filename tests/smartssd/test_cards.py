@@ -34,8 +34,13 @@ from lightning_smartinfinity import (
     native,
 )
 from lightning_smartinfinity.common.update_rules import RULES
-from lightning_smartinfinity.devices.smartssd import examination, find_cards, gradient_files, opening
-from lightning_smartinfinity.devices.smartssd import kernels as of_package
+from lightning_smartinfinity.devices.smartssd import (
+    examination,
+    find_cards,
+    gradient_files,
+    kernels as of_package,
+    opening,
+)
 from lightning_smartinfinity.devices.smartssd.discovery import card_setup
 from lightning_smartinfinity.devices.smartssd.discovery.cards import cards_of, emulated_card, unusable_node
 from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2P, P2PState, p2p_of

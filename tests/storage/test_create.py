@@ -16,8 +16,7 @@ from unittest.mock import ANY, Mock, call
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import ConfigError, StorageError, StorageFullError

@@ -29,8 +29,7 @@ from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.errors import StorageTimeoutError
 from lightning_smartinfinity.storage import PARAMETERS, TensorStore, measure_tensor_space, recover_store
 from lightning_smartinfinity.storage.folders.replacement import flush_tree
-from lightning_smartinfinity.storage.io import deadlines, files
-from lightning_smartinfinity.storage.io import deadlines as calls
+from lightning_smartinfinity.storage.io import deadlines, deadlines as calls, files
 from lightning_smartinfinity.storage.io.deadlines import (
     completed_requests,
     counters_of,

@@ -17,8 +17,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.common.progress import hidden

@@ -30,8 +30,16 @@ from lightning_smartinfinity.storage.state import scrub, space
 from lightning_smartinfinity.storage.state.scrub import scrub_rank
 from tests.helpers.attacks import Attack
 from tests.helpers.native_testing import Hold
-from tests.storage.makers import NUMEL, commit_generation, create, flip, left, refuse_to_open, tree
-from tests.storage.makers import residual_memory as memory
+from tests.storage.makers import (
+    NUMEL,
+    commit_generation,
+    create,
+    flip,
+    left,
+    refuse_to_open,
+    residual_memory as memory,
+    tree,
+)
 
 
 def made(*folders: Path) -> tuple[StateStore, list[Path]]:

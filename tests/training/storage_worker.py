@@ -33,8 +33,7 @@ from lightning_smartinfinity.storage.records.record_writes import TrainingRecord
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
 from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
-from lightning_smartinfinity.zero3.setup import open_storage as storage
-from lightning_smartinfinity.zero3.setup import rank_migration
+from lightning_smartinfinity.zero3.setup import open_storage as storage, rank_migration
 from tests.helpers.interrupted_runs import kill_later, launch_run, state_digest
 from tests.helpers.nodes import become_node, mount_own
 from tests.helpers.trainers import quiet_trainer

@@ -32,8 +32,7 @@ from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit, Mem
 from lightning_smartinfinity.pipeline.step import Step
 from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
-from lightning_smartinfinity.zero3.setup import open_storage as storage
-from lightning_smartinfinity.zero3.setup import state_in_memory
+from lightning_smartinfinity.zero3.setup import open_storage as storage, state_in_memory
 from tests.helpers.assertions import assert_equal
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but

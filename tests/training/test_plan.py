@@ -24,8 +24,7 @@ from lightning_smartinfinity import (
     TransferConfig,
     UnsupportedError,
 )
-from lightning_smartinfinity.planning import choice
-from lightning_smartinfinity.planning import needs as plan_needs
+from lightning_smartinfinity.planning import choice, needs as plan_needs
 from lightning_smartinfinity.planning.automatic_strategy import Surroundings, plan_training
 from lightning_smartinfinity.planning.needs import PROCESS_BYTES, MemoryKind, held_by_update, needs
 from lightning_smartinfinity.planning.survey import resources

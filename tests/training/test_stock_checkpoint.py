@@ -17,8 +17,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
-from lightning.fabric.strategies.deepspeed import _validate_checkpoint_directory
+from lightning.fabric.strategies.deepspeed import (
+    DeepSpeedStrategy as FabricDeepSpeedStrategy,
+    _validate_checkpoint_directory,
+)
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from safetensors.torch import load_file
 

@@ -16,8 +16,7 @@ from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_ca
 from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding
 from lightning_smartinfinity.native import Batch, Card, CardOptions, Failure, Operation, Pipeline, StateFile
 from tests.helpers.card_runs import setup_of
-from tests.helpers.golden import ARRAYS as ARRAYS_OF
-from tests.helpers.golden import STEPS, random_arrays
+from tests.helpers.golden import ARRAYS as ARRAYS_OF, STEPS, random_arrays
 from tests.helpers.waiting import await_that
 from tests.native.stored import Array, Run, StoredState, align, takes_direct
 from tests.xrt.cards import EmulatedCards

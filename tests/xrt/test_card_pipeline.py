@@ -39,8 +39,7 @@ from tests.hls.simulation import Buffer, Library, Simulation, aligned
 from tests.hls.tasklet import GROUP, PADDING, Form, Tasklet, item_bytes, rounded_up, stored_in
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Array, Run, StoredState
-from tests.pipeline.harness import Case, complete_tasklets, everything, running
-from tests.pipeline.harness import Run as HandlerRun
+from tests.pipeline.harness import Case, Run as HandlerRun, complete_tasklets, everything, running
 from tests.xrt.card_state import (
     GRADIENT,
     NUMEL,

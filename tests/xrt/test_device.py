@@ -24,8 +24,7 @@ from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import align
 from tests.pipeline.fake_link import CudaRun, FakeLink
 from tests.pipeline.harness import Case, Run, everything, running, step_of_all
-from tests.planning.test_memory import CASE as PLANNED
-from tests.planning.test_memory import DENSE
+from tests.planning.test_memory import CASE as PLANNED, DENSE
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.long_run import DTYPES, compare
 

@@ -34,8 +34,7 @@ from lightning_smartinfinity import (
     native,
 )
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.cli.smartssd import report as card_report
-from lightning_smartinfinity.cli.smartssd import training as card_training
+from lightning_smartinfinity.cli.smartssd import report as card_report, training as card_training
 from lightning_smartinfinity.devices.smartssd import CardSetup, find_cards, self_test, unreturned
 from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime, require_runtime
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS

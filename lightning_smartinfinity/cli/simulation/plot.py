@@ -62,8 +62,7 @@ def write_plot(rows: Sequence[Simulated], path: Path) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    from matplotlib import figure as canvas
-    from matplotlib import rc_context
+    from matplotlib import figure as canvas, rc_context
 
     with rc_context(_STYLE):
         figure = canvas.Figure(figsize=(8, 4), layout="constrained")

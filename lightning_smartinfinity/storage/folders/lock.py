@@ -9,8 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Set as AbstractSet
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
