@@ -14,18 +14,6 @@ from tests.activations.models import everything, opened
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import await_that
 
-__all__ = [
-    "BLOCK",
-    "activations",
-    "assert_nothing_is_left",
-    "assert_right",
-    "assert_step_is_right",
-    "chain",
-    "expected",
-    "inject_now",
-    "saved",
-]
-
 BLOCK = 4096
 
 

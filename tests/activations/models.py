@@ -18,8 +18,6 @@ from lightning_smartinfinity.activations import OffloadedActivations
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import await_that
 
-__all__ = ["COMPILED", "MODELS", "Block", "drop_memory", "everything", "finish_writes", "gradients", "opened"]
-
 
 class Block(nn.Module):
     """A block of a transformer with one projection for queries, keys and values, whose views share a storage."""

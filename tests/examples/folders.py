@@ -12,8 +12,6 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from tests.helpers.model_folder import TEXT, make_model_folder
 
-__all__ = ["CHATS", "MARKED", "UNMARKED", "make_chat_model", "make_encoder", "make_tokenizer", "write_chats"]
-
 UNMARKED = """\
 {%- for message in messages -%}
 <|start|>{{ message.role }}

@@ -21,8 +21,6 @@ from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import PROCESS_LIMIT
 
-__all__ = ["LOADED", "commands_in", "page", "run_python", "scripts_in"]
-
 LOADED = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -11,8 +11,6 @@ import torch
 
 from lightning_smartinfinity import SmartInfinityError
 
-__all__ = ["assert_equal", "assert_helpful", "bits", "differing", "refused"]
-
 
 def assert_equal(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     """Assert that both have the same names, and equal tensors bit for bit."""

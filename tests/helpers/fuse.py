@@ -20,8 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["SECONDS", "hang", "mount", "why_no_fuse"]
-
 SECONDS = 150.0
 """For how long a file system hangs before it is gone."""
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import BUILD_LIMIT, PROCESS_LIMIT
 
-__all__ = ["ROOT", "assert_in_fork", "built_once", "in_fork", "is_refused", "locked", "run", "run_python"]
-
 ROOT = Path(__file__).parents[2]
 
 

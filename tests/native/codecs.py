@@ -15,19 +15,6 @@ import numpy.typing as npt
 
 from tests.helpers.golden import Floats, flush
 
-__all__ = [
-    "CELL",
-    "EXP_AVG",
-    "EXP_AVG_SQ",
-    "Minifloat",
-    "bf16_nearest",
-    "bf16_stochastic",
-    "blocks_of",
-    "join",
-    "random_bits",
-    "split",
-]
-
 Bits = npt.NDArray[Any]
 
 CELL = 256

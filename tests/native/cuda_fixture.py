@@ -12,8 +12,6 @@ from tests.helpers.native_testing import use_cuda_library
 from tests.native.builds import built_once
 from tests.native.fake_cuda import FakeCuda
 
-__all__ = ["fake_cuda"]
-
 
 @pytest.fixture
 def fake_cuda() -> Iterator[FakeCuda]:

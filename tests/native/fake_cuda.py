@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SYNCHRONOUS", "FakeCuda"]
-
 # Calls that make the host wait longer than necessary. The fake has only that of a stream.
 SYNCHRONOUS = ("cuCtxSynchronize", "cuStreamSynchronize", "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2", "cuMemcpy")
 

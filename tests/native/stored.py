@@ -31,23 +31,6 @@ from tests.helpers.compressed import Source
 from tests.helpers.golden import Bits, Floats, decode
 from tests.helpers.native_testing import decode_gradient, encode_gradient
 
-__all__ = [
-    "JOB",
-    "Array",
-    "Compressing",
-    "Parts",
-    "Run",
-    "StoredState",
-    "address_of",
-    "align",
-    "decoded",
-    "extent_bytes",
-    "flip_bit",
-    "mask_of",
-    "region_bytes",
-    "takes_direct",
-]
-
 Array = npt.NDArray[Any]
 
 JOB = bytes(range(16))

@@ -15,8 +15,6 @@ from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from tests.native.fake_cuda import FakeCuda
 from tests.pipeline.harness import Case, Run
 
-__all__ = ["CudaRun", "FakeLink"]
-
 
 class FakeLink(CudaLink):
     """A link whose "device memory" is host memory.

@@ -11,8 +11,6 @@ from lightning_smartinfinity.devices import FolderTraffic
 from lightning_smartinfinity.pipeline.layout.balance import Balance
 from tests.pipeline.harness import Run
 
-__all__ = ["Wandering", "wander"]
-
 
 class Wandering(Balance):
     """A balance that asks for random numbers of tasklets."""
