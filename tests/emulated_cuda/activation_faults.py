@@ -9,6 +9,7 @@ import gc
 import os
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,7 +21,8 @@ from lightning_smartinfinity.activations import OffloadedActivations
 from lightning_smartinfinity.activations.cuda.copies import _Direction, _streams
 from lightning_smartinfinity.errors import CudaError
 from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
-from tests.activations.chains import BLOCK, chain
+from tests.activations import chains
+from tests.activations.chains import BLOCK
 from tests.activations.models import drop_memory, everything, opened
 from tests.helpers.native_testing import Hold
 from tests.helpers.waiting import await_that
@@ -28,6 +30,9 @@ from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 
 ENTRIES = 8
 TIGHT = everything(host_bytes=3 * BLOCK, budget_bytes=4 * BLOCK)
+saved, assert_right, expected = (
+    partial(call, length=ENTRIES + 1) for call in (chains.saved, chains.assert_right, chains.expected)
+)
 CALLS = [
     "cuEventCreate",
     "cuEventRecord",
@@ -70,12 +75,6 @@ def streams(link: CudaLink) -> Iterator[tuple[int, int]]:
 _KEPT: list[object] = []
 
 
-def saved(offloaded: OffloadedActivations) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
-    with offloaded.forward(x):
-        return x, chain(x, ENTRIES + 1)
-
-
 def gradient(x: torch.Tensor, loss: torch.Tensor, *, retain: bool = False) -> torch.Tensor:
     (found,) = torch.autograd.grad(loss, x, retain_graph=retain)
     return found
@@ -84,12 +83,7 @@ def gradient(x: torch.Tensor, loss: torch.Tensor, *, retain: bool = False) -> to
 def choose_first(offloaded: OffloadedActivations) -> None:
     """Run micro-batches until it is chosen what is offloaded. Those before are measured."""
     while offloaded.choice is None:
-        gradient(*saved(offloaded))
-
-
-def expected() -> torch.Tensor:
-    x = torch.linspace(0, 1, BLOCK // 4, requires_grad=True)
-    return gradient(x, chain(x, ENTRIES + 1))
+        assert_right(*saved(offloaded))
 
 
 def whole(offloaded: OffloadedActivations) -> bool:
@@ -103,7 +97,7 @@ def test_a_call_that_fails(tmp_path: Path, driver: FakeCuda, call: str) -> None:
 
     The failure is told once, and nothing more is offloaded.
     """
-    wanted, num_failures, skipped = expected(), 0, 0
+    num_failures, skipped = 0, 0
     while True:
         with opened(tmp_path, TIGHT) as offloaded, warnings.catch_warnings(record=True, action="always") as told:
             driver.fail(call, skipped=skipped)
@@ -114,9 +108,9 @@ def test_a_call_that_fails(tmp_path: Path, driver: FakeCuda, call: str) -> None:
             except CudaError as error:
                 assert f"{call} failed" in str(error) and "Entry" in str(error) and error.remedy
                 found = gradient(x, loss)
-            assert torch.equal(found, wanted)
+            assert torch.equal(found, expected(x))
             driver.reset()
-            assert torch.equal(gradient(*saved(offloaded)), wanted)
+            assert_right(*saved(offloaded))
             failure = offloaded.take_failure()
             assert offloaded._store.writes.stopped == (failure is not None) == (len(told) == 1)
             if failure is None:
@@ -139,7 +133,7 @@ def test_a_copy_from_the_device_that_fails(tmp_path: Path, driver: FakeCuda, str
                 gradient(x, loss, retain=True)
             assert int(str(raised.value).split()[1]) >= at
         assert isinstance(offloaded.take_failure(), CudaError)
-        assert torch.equal(gradient(*saved(offloaded)), expected())
+        assert_right(*saved(offloaded))
 
 
 def test_memory_that_cannot_be_registered(tmp_path: Path, driver: FakeCuda, link: CudaLink) -> None:
@@ -149,7 +143,7 @@ def test_memory_that_cannot_be_registered(tmp_path: Path, driver: FakeCuda, link
     with opened(tmp_path, TIGHT) as offloaded:
         with pytest.warns(UserWarning, match="could not be registered with CUDA device 0"):
             x, loss = saved(offloaded)
-        assert torch.equal(gradient(x, loss), expected())
+        assert_right(x, loss)
 
 
 def test_a_failure_that_is_noted(tmp_path: Path, driver: FakeCuda) -> None:
@@ -173,7 +167,7 @@ def test_memory_of_the_device_is_not_used_before_its_copy(
         torch.cuda.current_stream().synchronize()
         driver.open(gate)
         del others
-        assert torch.equal(gradient(x, loss), expected())
+        assert_right(x, loss)
 
 
 def test_memory_of_the_pool_that_copies_use(tmp_path: Path, driver: FakeCuda, streams: tuple[int, int]) -> None:
@@ -183,10 +177,11 @@ def test_memory_of_the_pool_that_copies_use(tmp_path: Path, driver: FakeCuda, st
         for stream in streams:
             await_that(lambda: whole(offloaded))
             gate = driver.gate(stream)
-            found = gradient(*saved(offloaded))
+            x, loss = saved(offloaded)
+            found = gradient(x, loss)
             assert not whole(offloaded)
             driver.open(gate)
-            assert torch.equal(found, expected())
+            assert torch.equal(found, expected(x))
         await_that(lambda: whole(offloaded))
 
 
@@ -199,7 +194,7 @@ def test_memory_that_earlier_work_uses(tmp_path: Path, driver: FakeCuda) -> None
         torch.cuda._sleep(10**8)
         sums = [other.sum() for other in others]
         del others
-        assert torch.equal(gradient(x, loss), expected())
+        assert_right(x, loss)
         assert [int(each) for each in sums] == [i * BLOCK // 4 for i in range(ENTRIES)]
 
 
@@ -259,7 +254,7 @@ def test_an_interrupt_behind_the_start_of_a_copy(
         driver.open(gate)
         driver.wait(streams[way == "in"])
         assert all(bool((other == 5).all()) for other in others)
-        assert torch.equal(gradient(*(graph or saved(offloaded))), expected())
+        assert_right(*(graph or saved(offloaded)))
         graph = None
         await_that(lambda: whole(offloaded))
 
@@ -296,7 +291,7 @@ def test_a_host_that_is_ahead(tmp_path: Path, driver: FakeCuda) -> None:
         oldest = forward.oldest()
         assert oldest is not None and all(point.done() for point in oldest._points.values())
         hold.release()
-        assert torch.equal(gradient(x, loss), expected())
+        assert_right(x, loss)
 
 
 @pytest.mark.parametrize("settings", [everything(), TIGHT], ids=["roomy", "tight"])
@@ -305,7 +300,7 @@ def test_everything_comes_back(tmp_path: Path, driver: FakeCuda, settings: Activ
     driver.delay(3, 1000)
     with opened(tmp_path, settings) as offloaded:
         for _ in range(5):
-            assert torch.equal(gradient(*saved(offloaded)), expected())
+            assert_right(*saved(offloaded))
             await_that(lambda: whole(offloaded))
         assert settings is not TIGHT or offloaded.host_bytes <= 3 * BLOCK
     calls = driver.calls()
@@ -327,4 +322,4 @@ def test_copies_that_are_slower_than_forward(
         driver.open(gate)
         assert after.offloaded_bytes - before.offloaded_bytes == 2 * BLOCK
         assert after.kept_for_room_bytes - before.kept_for_room_bytes == (ENTRIES - 2) * BLOCK
-        assert torch.equal(gradient(x, loss), expected())
+        assert_right(x, loss)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
 from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.native.builds import ROOT, built_once
 
 HERE = Path(__file__).parent
@@ -37,3 +40,15 @@ def environment(library: Path, *, seed: int = 1, delay_us: int = 1500) -> dict[s
         "SMART_INFINITY_EMULATED_CUDA": str(library),
         "SMART_INFINITY_EMULATED_CUDA_DELAYS": f"{seed} {delay_us}",
     }
+
+
+def run_on_device(*arguments: object, limit: float = PROCESS_LIMIT, **delays: int) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter that has the device with these arguments, for so many seconds at most."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment(build(), **delays),
+        capture_output=True,
+        text=True,
+        timeout=limit,
+    )

@@ -6,16 +6,14 @@ The host cannot touch its memory, and what it is given to do is done late.
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.emulated_cuda.build import build, environment
+from tests.emulated_cuda.build import run_on_device
 from tests.helpers.runif import RunIf
-from tests.helpers.waiting import BUILD_LIMIT, BUILD_TEST_LIMIT, PROCESS_LIMIT
+from tests.helpers.waiting import BUILD_LIMIT, BUILD_TEST_LIMIT
 from tests.native.builds import ROOT
 
 # A file of tests takes as long as a build.
@@ -119,34 +117,22 @@ CASES = {
 }
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in an interpreter that has the device."""
-    return subprocess.run(
-        [sys.executable, "-c", "import torch\n" + textwrap.dedent(code)],
-        cwd=ROOT,
-        env=environment(build(), delay_us=0),
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_LIMIT,
-    )
-
-
 def test_all_cases() -> None:
     """Each case holds; they share one process, because an import of torch takes longer than all of them."""
     compiled = [
         f"exec(compile({textwrap.dedent(code)!r}, {name!r}, 'exec'), {{'torch': torch}})"
         for name, code in CASES.items()
     ]
-    done = run("\n".join(compiled))
+    done = run_on_device("-c", "\n".join(["import torch", *compiled]), delay_us=0)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("access", ["ctypes.string_at(address, 4)", "ctypes.memset(address, 0, 4)"])
 def test_the_host_cannot_touch_it(access: str) -> None:
     """A read or write at the address of a device tensor ends the process."""
-    done = run(
-        f"import ctypes\naddress = torch.ones(8, device='cuda').data_ptr()\nprint('alive', flush=True)\n{access}"
-    )
+    address = "address = torch.ones(8, device='cuda').data_ptr()"
+    code = f"import ctypes, torch\n{address}\nprint('alive', flush=True)\n{access}"
+    done = run_on_device("-c", code, delay_us=0)
     assert (done.returncode, done.stdout) == (-signal.SIGSEGV, "alive\n")
 
 
@@ -184,14 +170,7 @@ def assert_they_pass(folder: Path, *files: str, seed: int = 1) -> None:
         *files: Paths of the files.
         seed: Seed of the delays.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--basetemp={folder / 'inner'}"]
-    command.append("--timeout=120")  # below ours, so that the test which hangs is named
-    done = subprocess.run(
-        [*command, *files],
-        cwd=ROOT,
-        env=environment(build(), seed=seed),
-        capture_output=True,
-        text=True,
-        timeout=BUILD_LIMIT,
-    )
+    # The limit is below ours, so that the test which hangs is named.
+    options = ("-q", "-rs", "-p", "no:cacheprovider", f"--basetemp={folder / 'inner'}", "--timeout=120")
+    done = run_on_device("-m", "pytest", *options, *files, limit=BUILD_LIMIT, seed=seed)
     assert done.returncode == 0 and "SKIPPED" not in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]

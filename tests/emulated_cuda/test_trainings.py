@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,18 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.emulated_cuda.build import build, environment
+from tests.emulated_cuda.build import build, environment, run_on_device
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import Recipe
 from tests.helpers.runif import RunIf
-from tests.helpers.waiting import PROCESS_LIMIT
-from tests.native.builds import ROOT
 from tests.training import test_overlap_programs as programs
 from tests.training.test_overlap import BF16, CASES, SMALL_RING, assert_same, result as result_on_host, run_of
 from tests.training.worker import Outcome, Run, launch
 
 pytestmark = RunIf(torch_without_cuda=True)
 
+WORKER = "tests.emulated_cuda.worker"
 OVERLAPS = ("forward", "backward")
 SELECTED = dataclasses.replace(BF16, clip=0.5, accumulate=2)
 SELECTION = {"compression": {"ratio": 0.05, "exact": True}}
@@ -154,24 +151,12 @@ def test_a_checkpoint_in_the_middle(trained: Trained) -> None:
         assert_same((None, resumed.masters), (None, straight.masters))
 
 
-def run_worker(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
-    """Run the worker of this folder in a process that has the device."""
-    return subprocess.run(
-        [sys.executable, "-m", "tests.emulated_cuda.worker", *map(str, arguments)],
-        cwd=ROOT,
-        env=environment(build()),
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_LIMIT,
-    )
-
-
 @pytest.mark.long
 def test_any_program_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random trainings with random interference, as on the host: some updates are kept and some are rolled back."""
     # The first two programs of the host begin no update within backward.
     seeds = range(programs.FIRST_PROGRAM + 2, programs.FIRST_PROGRAM + programs.NUM_PROGRAMS)
-    done = run_worker("train_programs", tmp_path, seeds.start, seeds.stop)
+    done = run_on_device("-m", WORKER, "train_programs", tmp_path, seeds.start, seeds.stop)
     assert done.returncode == 0, done.stderr[-6000:]
     right = wrong = 0
     for seed in seeds:
@@ -193,7 +178,7 @@ def test_a_device_that_fails(skipped: int, tmp_path: Path) -> None:
     run = run_of(tmp_path / "failed", recipe, "backward")
     runs = tmp_path / "runs.json"
     runs.write_text(json.dumps([dataclasses.asdict(dataclasses.replace(run, accelerator="cuda"))]))
-    done = run_worker("fail", runs, skipped)
+    done = run_on_device("-m", WORKER, "fail", runs, skipped)
     assert done.returncode == 1 and ("CudaError" in done.stderr or "CUDA error" in done.stderr), done.stderr[-6000:]
     (again, _, _), now = result_on_host(dataclasses.replace(run, resume="storage"))
     assert again == losses[-len(again) :]
