@@ -8,10 +8,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,24 +38,22 @@ from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import RANK
 from tests.cli.conftest import Cli
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit_behind
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.universal import convert, convert_by_command, save_of_two
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.native.builds import run_python
 from tests.pipeline.harness import Case
 from tests.pipeline.test_convert import kept
 from tests.storage.makers import created, left, tree
 
 
-def refusing(names: Collection[str]) -> Callable[[int | Path], list[str]]:
-    """Return an ``os.listdir`` that may not list these folders: the user of a test may be root, who may list all."""
-    real = os.listdir
+def refusing_to(call: Callable[..., Any], *paths: Path, number: int = errno.EACCES) -> Callable[..., Any]:
+    """Return a function that may not open or list some paths: the user of a test may be root, who may do all."""
 
-    def listdir(path: int | Path) -> list[str]:
-        if isinstance(path, Path) and path.name in names:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return real(path)
+    def refusing(asked: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(asked, int) and Path(str(asked)) in paths:
+            raise PermissionError(number, os.strerror(number), str(asked))
+        return call(asked, *args, **kwargs)
 
-    return listdir
+    return refusing
 
 
 def damage(rank_folder: Path, at: int = 0) -> None:
@@ -72,16 +70,6 @@ def test_the_table(tmp_path: Path, cli: Cli) -> None:
     assert head.split() == ["job", "process", "size", "written", "generation"]
     assert dead.split() == [str(tmp_path / "dead"), "dead", *dead.split()[2:4], "0", "s", "ago", "0", "kept"]
     assert live.split()[1:3] == ["alive", str(os.getpid())] and live.split()[-1] == "-1"
-
-
-def test_a_job_to_resume(tmp_path: Path, cli: Cli) -> None:
-    """The remark names the step after which a training goes on; while a process uses the state, there is none."""
-    left(tmp_path, steps=[7], world_size=1, keep="on-failure")
-    store = recover_store([tmp_path], training=1)
-    assert "resumable" not in cli("jobs", tmp_path).out
-    store.close(remove=False)
-    assert cli("jobs", tmp_path).out.rstrip().endswith(" 0  resumable, step 7")
-    assert json.loads(cli("jobs", tmp_path, "--json").out)[0]["resumable_step"] == 7
 
 
 def test_ranks_without_a_record_in_common(tmp_path: Path, cli: Cli) -> None:
@@ -128,7 +116,7 @@ def recorded(storage: Path, steps: tuple[int, int] = (2, 2)) -> None:
 def test_a_storage_folder_is_lost(keys: Collection[str] | None, job: str, call: str, tmp_path: Path, cli: Cli) -> None:
     """Both commands name it, and how to go on from the newest checkpoint, with the calls of its kind of training.
 
-    What is there is not called damaged.
+    What is there is not called damaged. While a process uses the state, there is no step to resume after.
     """
     a, b, c = folders = [tmp_path / name for name in "abc"]
     content = b"" if keys is None else content_of(dict.fromkeys(_ENGINE_KEYS), dict.fromkeys(keys))
@@ -137,8 +125,10 @@ def test_a_storage_folder_is_lost(keys: Collection[str] | None, job: str, call: 
     for step in (5, 7):
         (tmp_path / f"step {step}.ckpt").mkdir()
         store.note_checkpoint(str(tmp_path / f"step {step}.ckpt"), step=step)
+    assert "resumable" not in cli("jobs", *folders).out
     store.close(remove=False)
-    assert "resumable, step 7" in cli("jobs", *folders).out
+    assert cli("jobs", *folders).out.splitlines()[1].endswith(" 0  resumable, step 7")
+    assert json.loads(cli("jobs", *folders, "--json").out)[0]["resumable_step"] == 7
     b.rename(tmp_path / "unmounted")
     told = f"'{b}' lacks its part. Mount '{b}'. If it is lost, go on from the newest checkpoint, after step 7: "
     told += f"{call.format(f'{tmp_path}/step 7.ckpt')}, with the other folders: storage=['{a}', '{c}']"
@@ -189,9 +179,10 @@ def test_verify(tmp_path: Path, cli: Cli) -> None:
 def test_verify_of_what_cannot_be_read(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is absent and a folder that cannot be listed are not called whole."""
     left(tmp_path, world_size=2, job="half")
-    for name in ("secret", "lost+found"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr(os, "listdir", refusing({"secret", "lost+found"}))
+    closed = [tmp_path / name for name in ("secret", "lost+found")]
+    for folder in closed:
+        folder.mkdir()
+    monkeypatch.setattr(os, "listdir", refusing_to(os.listdir, *closed))
     _, half, secret, denied, absent = cli("jobs", tmp_path, "--verify", "--quiet", status=1).out.splitlines()
     assert half.endswith(" incomplete") and secret.split()[1] == "unknown" and secret.endswith(" unreadable")
     assert "secret': Permission denied" in denied and "1 of 2 ranks (1) is missing" in absent
@@ -322,26 +313,16 @@ def test_beside_folders_that_cannot_be_listed(tmp_path: Path, cli: Cli, monkeypa
     """A job is told apart from another user's beside it, and the folder above a job or checkpoint need not be read."""
     left(tmp_path / "above", world_size=1)
     path = checkpoint(tmp_path / "above")
-    (tmp_path / "above/secret").mkdir()
+    secret = tmp_path / "above/secret"
+    secret.mkdir()
     for below in ("default", "default/rank-00000"):  # the path may be that of a job or of a rank
         assert "Whole." in cli("scrub", tmp_path / "above" / below, "--quiet").out
-    monkeypatch.setattr(os, "listdir", refusing({"secret"}))
+    monkeypatch.setattr(os, "listdir", refusing_to(os.listdir, secret))
     assert "Permission denied" in cli("scrub", tmp_path / "above", "--quiet", status=2).err
     cli("scrub", tmp_path / "above", "--job", "default", "--quiet")
     monkeypatch.setattr(os, "scandir", refusing_to(os.scandir, tmp_path / "above"))
     for each in (tmp_path / "above/default", path):
         cli("scrub", each, "--quiet")
-
-
-def refusing_to(call: Callable[..., Any], path: Path, number: int = errno.EACCES) -> Callable[..., Any]:
-    """Return a function that may not open or list a path: the user of a test may be root, who may do all."""
-
-    def refusing(asked: Any = ".", *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(asked, int) and Path(str(asked)) == path:
-            raise PermissionError(number, os.strerror(number), str(asked))
-        return call(asked, *args, **kwargs)
-
-    return refusing
 
 
 def test_a_checkpoint(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, attack: Attack) -> None:
@@ -385,12 +366,12 @@ def test_a_checkpoint_that_may_not_be_read(
     path = convert_by_command(path, tmp_path / "universal") if universal else path
     for file in sorted(path.rglob("*.pt")) + ([] if universal else [path / "latest"]):
         with monkeypatch.context() as patched:
-            patched.setattr(io, "open", refusing_to(io.open, file, number))
+            patched.setattr(io, "open", refusing_to(io.open, file, number=number))
             said = cli("scrub", path, "--quiet", status=2)
         assert str(file) in said.err and os.strerror(number) in said.err and "permission" in said.err
         assert "amaged" not in said.out and "Whole" not in said.out
     if universal:
-        monkeypatch.setattr(os, "scandir", refusing_to(os.scandir, path / "zero/a", number))
+        monkeypatch.setattr(os, "scandir", refusing_to(os.scandir, path / "zero/a", number=number))
         said = cli("scrub", path, "--quiet", status=2)
         assert str(path / "zero/a") in said.err and "Give this user permission" in said.err
         assert said.out.endswith("files read\n")
@@ -415,8 +396,7 @@ def rewrite(pattern: str, change: Callable[[Any, int], object]) -> Change:
     return to_files(pattern, changing)
 
 
-def remove(pattern: str) -> Change:
-    return to_files(pattern, Path.unlink)
+remove = partial(to_files, change=Path.unlink)
 
 
 def copy(pattern: str, other_rank: int) -> Change:
@@ -498,9 +478,6 @@ def test_types_that_need_consent(tmp_path: Path, cli: Cli) -> None:
 # ---- the commands convert and universal, help, and output that cannot be written
 
 
-ONE_RANK = ["--state-format", "bf16", "--rank", "0", "--quiet"]
-
-
 def test_converts_and_says_so(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new state has the requested format and is kept. Progress goes to stderr, the result to stdout.
 
@@ -515,7 +492,7 @@ def test_converts_and_says_so(tmp_path: Path, cli: Cli, monkeypatch: pytest.Monk
     assert [f"Converting the state of rank {rank}: 100%" in said.err for rank in range(2)] == [True] * 2
     manifest = json.loads((tmp_path / "new/default/rank-00001/manifest.json").read_text())
     assert (manifest["state_format"], manifest["keep"]) == ("int8", True)
-    assert cli("convert", tmp_path / "disk0", "--into", tmp_path / "one", *ONE_RANK).err == ""
+    assert cli(*convert, "bf16", "--into", tmp_path / "one", "--rank", "0", "--quiet").err == ""
 
 
 def test_errors_and_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
@@ -565,11 +542,8 @@ finally:
 
 def test_help_without_torch() -> None:
     """``python -m lightning_smartinfinity.cli`` is the command, and its help does not import torch."""
-    done = subprocess.run(
-        [sys.executable, "-c", HELP], capture_output=True, text=True, env=fresh_environment(), timeout=PROCESS_LIMIT
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--state-format {fp32,bf16,int8,int8_remainder}" in done.stdout and done.stdout.endswith("False\n")
+    printed = run_python(HELP)
+    assert "--state-format {fp32,bf16,int8,int8_remainder}" in printed and printed.endswith("False\n")
 
 
 def test_parts_of_two_machines(tmp_path: Path, cli: Cli) -> None:
@@ -592,14 +566,9 @@ def test_parts_of_two_machines(tmp_path: Path, cli: Cli) -> None:
 FEW = ["simulate", "--parameters", "1e6", "--devices", "1", "--systems", "zero-infinity"]
 
 
-def full(buffering: int = -1) -> io.TextIOWrapper:
-    return open("/dev/full", "w", buffering=buffering)
-
-
 def closed() -> io.StringIO:
-    stream = io.StringIO()
-    stream.close()
-    return stream
+    with io.StringIO() as stream:
+        return stream
 
 
 def broken_pipe() -> io.TextIOWrapper:
@@ -609,8 +578,8 @@ def broken_pipe() -> io.TextIOWrapper:
 
 
 OUTPUTS: list[tuple[Callable[[], Any], int, str]] = [
-    (full, 1, "No space left on device"),
-    (lambda: full(1), 1, "No space left on device"),
+    (partial(open, "/dev/full", "w"), 1, "No space left on device"),
+    (partial(open, "/dev/full", "w", buffering=1), 1, "No space left on device"),
     (closed, 1, "Bad file descriptor"),
     (lambda: None, 1, "Bad file descriptor"),
     (broken_pipe, 141, ""),

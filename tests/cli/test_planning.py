@@ -184,7 +184,6 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 
 RATES = ("--read", "--write", "--kernel", "--channel")
-SWITCHES = {"--duplex", "--error-feedback", "--json", "--plot"}
 
 
 def test_help_says_what_every_option_does(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
@@ -194,7 +193,8 @@ def test_help_says_what_every_option_does(monkeypatch: pytest.MonkeyPatch, cli: 
     assert {f"--{name.replace('_', '-')}" for name in vars(parsed())} == set(words)
     assert all(len(of.split()) > 2 for of in words.values())
     defaults = {option: re.search(r"\(default: ([^)]+)\)$", of) for option, of in words.items()}
-    assert {option for option, default in defaults.items() if default is None} == SWITCHES
+    switches = {"--duplex", "--error-feedback", "--json", "--plot"}
+    assert {option for option, default in defaults.items() if default is None} == switches
     for option, default in defaults.items():
         if default is not None and option not in RATES:
             assert parsed(option, *default[1].split()) == parsed()
