@@ -38,9 +38,6 @@ class CudaRun(Run):
         self.on_device: list[torch.Tensor] = []
         super().__init__(folder, case)
 
-    def make_arena(self) -> GradientArena:
-        return GradientArena(self.layout, dtype=self.case.gradient_dtype, link=self.link)
-
     def send(self, parameter: int, gradient: torch.Tensor) -> None:
         super().send(parameter, gradient.cuda())
 

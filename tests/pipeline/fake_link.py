@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink
 from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory
-from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from tests.native.fake_cuda import FakeCuda
 from tests.pipeline.harness import Case, Run
 
@@ -71,9 +68,6 @@ class CudaRun(Run):
         self.on_device = on_device
         super().__init__(folder, case, **options)
 
-    def make_arena(self) -> GradientArena:
-        return GradientArena(self.layout, dtype=self.case.gradient_dtype, link=self.link)
-
     def send(self, parameter: int, gradient: torch.Tensor) -> None:
         super().send(parameter, self.link.on_device(gradient))
 
@@ -81,6 +75,3 @@ class CudaRun(Run):
         if not self.on_device:
             return super().outputs()
         return self.link.partition([self.link.on_device(tensor) for tensor in self.partition])
-
-    def plan(self) -> StepPlan:
-        return replace(super().plan(), link=self.link)

@@ -22,6 +22,7 @@ from lightning_smartinfinity.pipeline.layout.partition_layout import (
     with_residents,
 )
 from lightning_smartinfinity.pipeline.layout.tensors import flat_of
+from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink
 from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition, ParameterMemory, TensorPartition
 from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
 from lightning_smartinfinity.pipeline.state.windows import Window
@@ -80,6 +81,8 @@ class Case:
 class Run:
     """A partition in memory, its state on storage, and the same training in torch beside it."""
 
+    link: CudaLink | None = None
+
     def __init__(
         self, folder: Path, case: Case, *, recover: bool = False, device: Callable[[Run], StorageDevice] | None = None
     ) -> None:
@@ -97,14 +100,18 @@ class Run:
             ],
             **case.defaults,
         )
-        self.arena = self.make_arena()
+        self.arena = GradientArena(self.layout, dtype=case.gradient_dtype, link=self.link)
         self.compressed = None
         if case.compression is not None:
             self.compressed = CompressedGradients(
                 self.layout, case.compression, gradients=self.arena.buffer, num_threads=case.compute_threads
             )
         self.folders = [folder / f"disk{index}" for index in range(case.num_devices)]
-        self.device = (device or _host_device)(self)
+        self.device = (
+            HostDevice(num_buffers=case.num_buffers, compute_threads=case.compute_threads)
+            if device is None
+            else device(self)
+        )
         rule = rule_for(self.optimizer)
         if recover:
             self.store = recover_store(self.folders, rank=case.rank)
@@ -150,9 +157,6 @@ class Run:
         for tensor, value in zip(self.partition, values, strict=True):
             tensor.copy_(value)
 
-    def make_arena(self) -> GradientArena:
-        return GradientArena(self.layout, dtype=self.case.gradient_dtype)
-
     def send(self, parameter: int, gradient: torch.Tensor) -> None:
         """Add a gradient to the arena."""
         self.arena.arrive(parameter, gradient)
@@ -184,6 +188,7 @@ class Run:
             compressed=self.compressed,
             loss_scale=SCALE,
             arrived=self.arena.arrived,
+            link=self.link,
         )
 
     def update(self, plan: StepPlan) -> None:
@@ -248,6 +253,11 @@ def running(
         run.close()
 
 
+def stored(run: Run) -> dict[str, torch.Tensor]:
+    """Return the state on storage without the partition, which dies with its process."""
+    return {name: tensor for name, tensor in run.state().items() if name != "partition"}
+
+
 def after_steps(folder: Path, case: Case) -> dict[str, torch.Tensor]:
     """Return the state of a run after its first three steps."""
     with running(folder, case) as run:
@@ -265,10 +275,6 @@ def failing_elsewhere(error: BaseException) -> Iterator[None]:
     """Fail on another rank, or where the ranks agree, after this one has committed."""
     yield
     raise error
-
-
-def _host_device(run: Run) -> StorageDevice:
-    return HostDevice(num_buffers=run.case.num_buffers, compute_threads=run.case.compute_threads)
 
 
 def layout_of(case: Case) -> PartitionLayout:

@@ -18,7 +18,7 @@ from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import LIMIT
-from tests.pipeline.harness import Case, Run, assert_equal, running
+from tests.pipeline.harness import Case, Run, assert_equal, running, stored
 from tests.pipeline.wandering import wander
 
 LAST_STEP = 6
@@ -60,11 +60,6 @@ def kill_while_training(folder: Path, case: Case, seed: int) -> None:
     process.kill()
     process.join(LIMIT)
     assert process.exitcode == -signal.SIGKILL
-
-
-def stored(run: Run) -> dict[str, torch.Tensor]:
-    """Return the state on storage without the partition, which died with its process."""
-    return {name: tensor for name, tensor in run.state().items() if name != "partition"}
 
 
 def generations(folder: Path, case: Case, count: int) -> list[dict[str, torch.Tensor]]:

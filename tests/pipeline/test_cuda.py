@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -40,9 +41,8 @@ from tests.pipeline.harness import (
     layout_of,
     schedule,
 )
-from tests.pipeline.test_arena import WINDOW, layout_of_eight
+from tests.pipeline.test_arena import DTYPES, WINDOW, layout_of_eight
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Two buffers serve eleven tasklets, some with many parameters, so every slot is reused many times.
 SMALL_RING = Case(num_buffers=2, compute_threads=2, shapes=(*Case().shapes, (50_000, 3, 1, 3), (3, 0, 0, 3)))
 
@@ -55,17 +55,11 @@ def link(fake_cuda: FakeCuda) -> Iterator[FakeLink]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, link: FakeLink) -> Iterator[Callable[[Case], CudaRun]]:
+def start(tmp_path: Path, link: FakeLink) -> Iterator[Callable[..., CudaRun]]:
     """A function that starts runs on the device. All of them are closed at the end."""
-    runs: list[CudaRun] = []
-
-    def start(case: Case) -> CudaRun:
-        runs.append(CudaRun(tmp_path / f"device-{len(runs)}", case, link))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.close()
+    folders = (tmp_path / f"device-{number}" for number in itertools.count())
+    with ExitStack() as opened:
+        yield lambda case, **options: opened.enter_context(closing(CudaRun(next(folders), case, link, **options)))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +68,7 @@ def start(tmp_path: Path, link: FakeLink) -> Iterator[Callable[[Case], CudaRun]]
 @pytest.mark.parametrize(("seed", "cache_bytes"), long_but([(2, 200_000)], [(0, 0), (1, 0), (2, 200_000)]))
 def test_steps_and_rollbacks_give_the_bits_of_the_host(
     tmp_path: Path,
-    start: Callable[[Case], CudaRun],
+    start: Callable[..., CudaRun],
     fake_cuda: FakeCuda,
     dtype: torch.dtype,
     state_format: str,
@@ -101,7 +95,7 @@ def test_steps_and_rollbacks_give_the_bits_of_the_host(
 
 @pytest.mark.parametrize(("dtype", "read_bytes"), [(torch.float32, 8), (torch.bfloat16, 12)])
 def test_fp32_parameters_on_the_device_are_the_masters(
-    start: Callable[[Case], CudaRun], link: FakeLink, dtype: torch.dtype, read_bytes: int
+    start: Callable[..., CudaRun], link: FakeLink, dtype: torch.dtype, read_bytes: int
 ) -> None:
     """An fp32 partition on the device is the master, as in host memory, so only the moments are read.
 
@@ -119,7 +113,7 @@ def test_fp32_parameters_on_the_device_are_the_masters(
     assert bool((run.partition[0] - 3.0).abs().max() < 0.5) == (dtype == torch.float32)
 
 
-def test_copies_and_the_users_stream_are_in_order(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+def test_copies_and_the_users_stream_are_in_order(start: Callable[..., CudaRun], link: FakeLink) -> None:
     """The user's stream reads old parameters before an update, updated ones after wait(), and so before a rollback.
 
     The host has waited for none of the copies.
@@ -299,12 +293,12 @@ def backward_on(run: CudaRun, number: int, random: np.random.Generator) -> Itera
     ("dtype", "seed"), long_but([(torch.float32, 0), (torch.bfloat16, 1)], itertools.product(DTYPES, range(20)))
 )
 def test_updates_within_backward_give_the_bits_of_the_host(
-    tmp_path: Path, link: FakeLink, fake_cuda: FakeCuda, home: str, dtype: torch.dtype, seed: int
+    tmp_path: Path, start: Callable[..., CudaRun], fake_cuda: FakeCuda, home: str, dtype: torch.dtype, seed: int
 ) -> None:
     """Tasklets are added while their gradients still travel and the device still uses the parameters."""
     case = SMALL_RING.but(dtype=dtype, cache_bytes=200_000 * (seed % 2), staged=home == "staged", all_active=True)
     expected = after_steps(tmp_path / "host", case)
-    random, run = np.random.default_rng(seed), CudaRun(tmp_path / "device", case, link, on_device=home == "device")
+    random, run = np.random.default_rng(seed), start(case, on_device=home == "device")
     fake_cuda.delay(seed, 500)
     inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
     for number, is_taken in ((0, False), (0, True), (1, True), (2, False), (2, True)):
@@ -322,10 +316,9 @@ def test_updates_within_backward_give_the_bits_of_the_host(
         run.link.wait()
         assert not seen or torch.equal(torch.cat(seen), before["partition"])
     assert_equal(run.state(), expected)
-    run.close()
 
 
-def test_an_update_waits_for_every_stream(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+def test_an_update_waits_for_every_stream(start: Callable[..., CudaRun], link: FakeLink) -> None:
     """Nothing of a tasklet is computed, and no parameter changes, as long as a stream is busy that may use it."""
     run = start(Case(all_active=True))
     before = [tensor.clone() for tensor in run.partition]
@@ -349,16 +342,13 @@ def test_a_stream_that_is_used_no_more_is_not_asked(link: FakeLink) -> None:
     link.notice()
     link.use_other_stream()
     link.current_stream()
-    assert len(link.points()) == 2
-    link.notice()
-    assert len(link.points()) == 2
-    link.notice()
-    assert len(link.points()) == 1
-    link.points()
+    for known in (2, 2, 1):
+        assert len(link.points()) == known
+        link.notice()
 
 
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventSynchronize", "cuEventCreate"])
-def test_a_failure_within_backward(start: Callable[[Case], CudaRun], link: FakeLink, call: str) -> None:
+def test_a_failure_within_backward(start: Callable[..., CudaRun], link: FakeLink, call: str) -> None:
     """The step fails by the driver's error, is rolled back, and can be repeated."""
     run = start(Case(all_active=True))
     run.step(0)
@@ -380,7 +370,7 @@ def test_a_failure_within_backward(start: Callable[[Case], CudaRun], link: FakeL
     run.step(1)
 
 
-def test_no_step_waits_for_the_device_as_a_whole(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+def test_no_step_waits_for_the_device_as_a_whole(start: Callable[..., CudaRun], link: FakeLink) -> None:
     """Backward waits for nothing, the norm for an event of each gradient, the update for the events of its tasklets.
 
     Parameters of a tasklet that are side by side in memory travel as one copy.
@@ -416,7 +406,7 @@ TRAVEL_FAULTS: dict[str, tuple[Callable[[CudaRun, int], None], type[Exception], 
 
 
 @pytest.mark.parametrize("name", TRAVEL_FAULTS)
-def test_what_fails_while_parameters_travel(start: Callable[[Case], CudaRun], link: FakeLink, name: str) -> None:
+def test_what_fails_while_parameters_travel(start: Callable[..., CudaRun], link: FakeLink, name: str) -> None:
     """The commit raises the error, no slot is used again before the copies from it have ended, and nothing changes."""
     fail, error, told = TRAVEL_FAULTS[name]
     run = start(SMALL_RING)
@@ -434,7 +424,7 @@ def test_what_fails_while_parameters_travel(start: Callable[[Case], CudaRun], li
 
 
 @pytest.mark.parametrize("skipped", [0, 3, 8])
-def test_a_lost_device_is_reported_and_left(start: Callable[[Case], CudaRun], link: FakeLink, skipped: int) -> None:
+def test_a_lost_device_is_reported_and_left(start: Callable[..., CudaRun], link: FakeLink, skipped: int) -> None:
     """A copy that fails on its stream fails the commit and the rollback. The state on storage stays intact."""
     run = start(SMALL_RING.but(dtype=torch.bfloat16))
     generation = run.handler.generation
@@ -483,15 +473,16 @@ def test_a_lost_gradient_is_reported_where_it_is_read(link: FakeLink, fault: str
 
 
 @pytest.mark.parametrize("skipped", [0, 1])
-def test_memory_that_cannot_be_registered_warns_once(tmp_path: Path, link: FakeLink, skipped: int) -> None:
+def test_memory_that_cannot_be_registered_warns_once(
+    tmp_path: Path, start: Callable[..., CudaRun], link: FakeLink, skipped: int
+) -> None:
     """If the ring of gradients or the slots cannot be registered, one warning says so, and results are the same."""
     link.fake.fail("cuMemHostRegister_v2", skipped=skipped)
     with pytest.warns(UserWarning, match=r"CUDA device 0.*cuMemHostRegister_v2.*out of memory.*ulimit -l"):
-        run = CudaRun(tmp_path / "device", SMALL_RING, link)
+        run = start(SMALL_RING)
     with warnings.catch_warnings(action="error"):
         run.steps(range(3))
     assert_equal(run.state(), after_steps(tmp_path / "host", SMALL_RING))
-    run.close()
 
 
 def test_exactly_the_ring_of_gradients_and_the_slots_are_registered(tmp_path: Path, fake_cuda: FakeCuda) -> None:

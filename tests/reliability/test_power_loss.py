@@ -26,7 +26,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.power_loss import Disk, RecordedDisk, content, observed
 from tests.helpers.trainers import fit
 from tests.huggingface.trained import arguments, dataset, load
-from tests.pipeline.harness import Case, Run, assert_equal, running
+from tests.pipeline.harness import Case, assert_equal, running, stored
 from tests.storage.makers import commit_generation, create, residual_memory
 from tests.training.actions import does
 
@@ -184,11 +184,6 @@ def recorded_after_power_loss(disk: Disk, folder: Path, residuals: list[NDArray[
             read_residual(opened, residual, found)
         assert found.tobytes() == residuals[records[0].step].tobytes()
         return records[0].step
-
-
-def stored(run: Run) -> dict[str, torch.Tensor]:
-    """Return the state on storage without the partition, which dies with its process."""
-    return {name: tensor for name, tensor in run.state().items() if name != "partition"}
 
 
 def assert_found(disk: Disk, folder: Path, case: Case, expected: dict[str, torch.Tensor]) -> None:
