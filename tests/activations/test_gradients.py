@@ -23,7 +23,6 @@ from tests.activations.models import COMPILED, MODELS, everything, gradients, op
 from tests.helpers.assertions import differing
 from tests.helpers.long_cases import long_but
 
-DELAYS = {"max_delay_us": 300, "short_transfer_every": 3}
 ROOMY, TIGHT = everything(), everything(host_bytes=16 * 1024, budget_bytes=32 * 1024)
 
 
@@ -39,7 +38,9 @@ def test_everything_offloaded(tmp_path: Path, name: str, settings: ActivationOff
     """From a pool that holds everything and from storage, gradients are the same in every repetition."""
     expected = gradients(name)
     for seed in range(2):
-        with opened(tmp_path, settings, faults=DELAYS | {"seed": seed}) as activations:
+        with opened(
+            tmp_path, settings, faults={"max_delay_us": 300, "short_transfer_every": 3, "seed": seed}
+        ) as activations:
             assert_same(gradients(name, activations), expected)
             traffic = activations.traffic()
             assert traffic.offloaded_bytes > 0

@@ -350,33 +350,9 @@ class Keep(torch.autograd.Function):
         return gradient * x + y, *(None for _ in others)
 
 
-def empty(x: torch.Tensor) -> torch.Tensor:
-    return (x[:, :0].exp().square().sum() + x.exp()).sin()
-
-
-def sparse(x: torch.Tensor) -> torch.Tensor:
-    return Keep.apply(x, torch.eye(SIZE).to_sparse()) + torch.sparse.mm(torch.eye(SIZE).to_sparse(), x.sin())
-
-
-def sparse_rows(x: torch.Tensor) -> torch.Tensor:
-    return Keep.apply(x) + torch.eye(SIZE).to_sparse_csr() @ x.sin()
-
-
-def eight_bits(x: torch.Tensor) -> torch.Tensor:
-    return Keep.apply(x, x.detach().to(torch.float8_e4m3fn), x.detach().to(torch.float8_e5m2).t())
-
-
 def nested(x: torch.Tensor) -> torch.Tensor:
     rows = torch.nested.nested_tensor([x[:5], x[5:]], layout=torch.strided)
     return Keep.apply(x, rows.to_padded_tensor(0.0)) + x.sin()
-
-
-def jagged(x: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor_from_jagged(x.sin(), torch.tensor([0, 5, SIZE])).cos().sin().values()
-
-
-def scalars(x: torch.Tensor) -> torch.Tensor:
-    return x.mean().exp().sin() * x.tanh() * x.mean().cos()
 
 
 def negated(x: torch.Tensor) -> torch.Tensor:
@@ -418,23 +394,23 @@ def parameter_within_a_larger_storage(x: torch.Tensor) -> torch.Tensor:
     return weight.as_strided((SIZE,), (1,), SIZE) * x.exp() + weight * x.sin()
 
 
-CASES = {
-    each.__name__: each
-    for each in (
-        empty,
-        sparse,
-        sparse_rows,
-        eight_bits,
-        nested,
-        jagged,
-        scalars,
-        negated,
-        views_in_place,
-        forward_mode,
-        conjugated_parameter,
-        parameter_with_other_memory,
-        parameter_within_a_larger_storage,
-    )
+EYE = torch.eye(SIZE)
+CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "empty": lambda x: (x[:, :0].exp().square().sum() + x.exp()).sin(),
+    "sparse": lambda x: Keep.apply(x, EYE.to_sparse()) + torch.sparse.mm(EYE.to_sparse(), x.sin()),
+    "sparse_rows": lambda x: Keep.apply(x) + EYE.to_sparse_csr() @ x.sin(),
+    "eight_bits": lambda x: Keep.apply(x, x.detach().to(torch.float8_e4m3fn), x.detach().to(torch.float8_e5m2).t()),
+    "nested": nested,
+    "jagged": lambda x: (
+        torch.nested.nested_tensor_from_jagged(x.sin(), torch.tensor([0, 5, SIZE])).cos().sin().values()
+    ),
+    "scalars": lambda x: x.mean().exp().sin() * x.tanh() * x.mean().cos(),
+    "negated": negated,
+    "views_in_place": views_in_place,
+    "forward_mode": forward_mode,
+    "conjugated_parameter": conjugated_parameter,
+    "parameter_with_other_memory": parameter_with_other_memory,
+    "parameter_within_a_larger_storage": parameter_within_a_larger_storage,
 }
 
 

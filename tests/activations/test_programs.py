@@ -333,8 +333,7 @@ def train(drawn: Program, activations: OffloadedActivations | None = None) -> li
 
     def forward(batch: torch.Tensor) -> torch.Tensor:
         with nullcontext() if activations is None else activations.forward(batch):
-            found: torch.Tensor = model(batch)
-            return found
+            return model(batch)
 
     seen: list[torch.Tensor] = []
     for step in drawn.steps:

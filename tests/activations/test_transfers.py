@@ -98,8 +98,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, IoClass]]:
 
     def note(kind: str, begin: Any, self: TensorStore, stored: StoredTensor, memory: Any, **others: Any) -> int:
         started.append((kind, next(n for n, each in enumerate(added) if each is stored), others["io_class"]))
-        ticket: int = begin(self, stored, memory, **others)
-        return ticket
+        return begin(self, stored, memory, **others)
 
     def note_added(self: TensorStore, nbytes: int) -> StoredTensor:
         added.append(add(self, nbytes))

@@ -140,13 +140,6 @@ def test_ranks_in_containers(tmp_path: Path, groups: list[str], share: int, monk
     assert [share_of_memory(reports, own) for own in reports] == [share, share]
 
 
-def report_of(where: str, /, *, reserved: int = 0, **limits: tuple[int, int]) -> MemoryReport:
-    """Return the report of a rank under these limits, each given as (total, available)."""
-    return MemoryReport(
-        machine=where, limits={name: MemoryLimit(*limit) for name, limit in limits.items()}, reserved=reserved
-    )
-
-
 @st.composite
 def jobs(draw: st.DrawFn) -> list[MemoryReport]:
     """Generate ranks on machines with containers, some in a group with a limit, measured at various moments."""
@@ -155,8 +148,9 @@ def jobs(draw: st.DrawFn) -> list[MemoryReport]:
     ranks = []
     for _ in range(draw(st.integers(1, 8))):
         names = ("machine", *draw(st.sampled_from(paths)))
-        limits = {name: (totals[name], draw(st.integers(0, totals[name]))) for name in names}
-        ranks.append(report_of(draw(st.sampled_from(["one", "two"])), reserved=draw(st.integers(0, 20)), **limits))
+        limits = {name: MemoryLimit(totals[name], draw(st.integers(0, totals[name]))) for name in names}
+        machine, reserved = draw(st.sampled_from(["one", "two"])), draw(st.integers(0, 20))
+        ranks.append(MemoryReport(machine=machine, limits=limits, reserved=reserved))
     return ranks
 
 

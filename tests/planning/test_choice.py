@@ -371,6 +371,11 @@ NOTHING = Open(
         pytest.param(ASKED, SMALL, Open(), True, {}, id="all is open"),
         pytest.param(ASKED, SMALL, Open(offload_param=False), False, {"offload_param": "none"}, id="the place is not"),
         pytest.param(GIVEN, SMALL, NOTHING, True, vars(GIVEN), id="nothing is open"),
+        pytest.param(
+            replace(ASKED, offload_param="nvme", parameter_budget=2 * GB),
+            *(DESKTOP, Open(parameter_budget=False), True, {"offload_param": "nvme", "parameter_budget": 2 * GB}),
+            id="a budget of parameters puts them on storage",
+        ),
         pytest.param(ASKED, NARROW, Open(), False, {}, id="no smaller state is allowed"),
         pytest.param(
             *(ASKED, NARROW, Open(state_formats=("bf16", "int8")), True, {"state_format": "bf16"}), id="one is allowed"
@@ -388,8 +393,15 @@ NOTHING = Open(
 def test_explicit_settings_win(
     asked: Training, machine: Resources, open_: Open, fits: bool, expected: dict[str, Any]
 ) -> None:
-    """What is not open is never changed, though something else would fit; a smaller state only if it is allowed."""
+    """What is not open is never changed, though something else would fit; a smaller state only if it is allowed.
+
+    The table names what is open.
+    """
     plan = choose(SEVEN, asked, machine, RATES, open_)
+    words = plan_in_words(SEVEN, asked, plan, machine, open_=open_)
+    on_storage = plan.training.offload_param == "nvme"
+    assert ("offload_param device             nvme" in words) == (on_storage and open_.offload_param)
+    assert ("parameter_bytes" in words) == (on_storage and open_.parameter_budget)
     assert (plan.fits, {name: getattr(plan.training, name) for name in expected}) == (fits, expected)
 
 
@@ -401,15 +413,6 @@ def test_formats_that_do_not_exist_for_the_training_are_passed_over() -> None:
     words = plan_in_words(SEVEN, asked, plan, NARROW, open_=open_)
     assert "passed over for RMSprop in bf16-true: int8_remainder, bf16" in words
     assert "passed over" not in plan_in_words(SEVEN, ASKED, plan, NARROW, open_=Open(state_formats=("bf16",)))
-
-
-def test_a_budget_of_parameters_puts_them_on_storage() -> None:
-    """Nothing else is tried where the budget is given and the place is open, and the table names the place."""
-    asked = replace(ASKED, offload_param="nvme", parameter_budget=2 * GB)
-    plan = choose(SEVEN, asked, DESKTOP, RATES, Open(parameter_budget=False))
-    assert plan.fits and (plan.training.offload_param, plan.training.parameter_budget) == ("nvme", 2 * GB)
-    words = plan_in_words(SEVEN, asked, plan, DESKTOP, open_=Open(parameter_budget=False))
-    assert "offload_param device             nvme" in words and "parameter_bytes" not in words
 
 
 def test_memory_that_is_left_keeps_state() -> None:

@@ -173,25 +173,12 @@ GPU, HOST = Gpu(forward=1e-10, backward=1e-10), Host()
 WORKLOAD = Workload(numel=1, gradients=Dense(2))
 
 
-def device(**fields: Any) -> Device:
-    return Device(**{"read": 1e9, "write": 1e9} | fields)
-
-
-def machine(**fields: Any) -> Machine:
-    return Machine(**{"device": DEVICE, "num_devices": 2, "channel": CHANNEL, "gpu": GPU, "host": HOST} | fields)
-
-
-def workload_of(**fields: Any) -> Workload:
-    return Workload(**{"numel": 1, "gradients": Dense(2)} | fields)
-
-
-def memory(**fields: Any) -> Any:
-    return host_bytes(**{"workload": WORKLOAD, "arena_item_bytes": 2} | fields)
-
-
-def step(**fields: Any) -> Any:
-    return simulate_step(**{"machine": machine(), "workload": WORKLOAD, "system": System.CARDS} | fields)
-
+# Values that are accepted, of which a test replaces some.
+device = partial(Device, read=1e9, write=1e9)
+machine = partial(Machine, device=DEVICE, num_devices=2, channel=CHANNEL, gpu=GPU, host=HOST)
+workload_of = partial(Workload, numel=1, gradients=Dense(2))
+memory = partial(host_bytes, workload=WORKLOAD, arena_item_bytes=2)
+step = partial(simulate_step, machine=machine(), workload=WORKLOAD, system=System.CARDS)
 
 BAD: list[tuple[Callable[..., Any], str, str, tuple[Any, ...]]] = [
     *((device, "Device", name, RATES) for name in ("read", "write")),

@@ -33,11 +33,10 @@ IMPORTS = 120e6  # bytes; builds of Python differ by 80e6 in what a process maps
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
 
 
-BUDGETS = {"gradient_budget": 10**8, "parameter_budget": 10**8}
 CASES: dict[str, dict[str, Any]] = {
     SIZE: {},
     f"{SIZE}/nvme": {"offload_param": "nvme"},
-    f"{SIZE}/nvme/100MB": {"offload_param": "nvme", **BUDGETS},
+    f"{SIZE}/nvme/100MB": {"offload_param": "nvme", "gradient_budget": 10**8, "parameter_budget": 10**8},
 }
 
 

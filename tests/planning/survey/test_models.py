@@ -181,8 +181,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
         find_source(str(tmp_path))
 
 
-def numel_of(module: nn.Module) -> int:
-    return survey_module(module, batch=1, seq=8, in_16_bit=False).numel
+surveyed = partial(survey_module, batch=1, seq=8, in_16_bit=False)
 
 
 class Appending(pl.LightningModule):
@@ -219,19 +218,21 @@ def test_the_module_does_not_change() -> None:
     inner = module.inner
     random.seed(1)
     np.random.seed(1)
-    assert (numel_of(module), len(inner.layers), inner.log_of_calls) == (217, 0, []) and not hasattr(inner, "mask")
+    assert (surveyed(module).numel, len(inner.layers), inner.log_of_calls) == (217, 0, []) and not hasattr(
+        inner, "mask"
+    )
     assert not any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *module.buffers()))
     module.configure_model()
     random.seed(1)
     np.random.seed(1)
     assert inner.drawn == (random.random(), float(np.random.rand()))
-    assert sum(param.numel() for param in module.parameters()) == numel_of(module) == 217
+    assert sum(param.numel() for param in module.parameters()) == surveyed(module).numel == 217
 
 
 def test_a_module_that_trains_nothing() -> None:
     """The error says so, and does not ask for a name."""
     with pytest.raises(ConfigError, match="no parameter to train"):
-        numel_of(pl.LightningModule())
+        surveyed(pl.LightningModule())
 
 
 class Subclass(LlamaForCausalLM):
@@ -253,17 +254,17 @@ class Holding(pl.LightningModule):
 def test_a_model_of_transformers_that_exists() -> None:
     """Its passes are counted, its activation checkpoints are seen, and its configuration stays as it is."""
     model = LlamaForCausalLM(llama_config())
-    plain = survey_module(Holding(model), batch=1, seq=8, in_16_bit=False)
+    plain = surveyed(Holding(model))
     assert plain.passes is not None and not plain.checkpointing
     model.gradient_checkpointing_enable()
-    assert survey_module(Holding(model), batch=1, seq=8, in_16_bit=False).checkpointing
+    assert surveyed(Holding(model)).checkpointing
     assert model.config.use_cache is True
 
 
 def test_a_model_that_cannot_be_built_anew() -> None:
     """A subclass with another constructor is planned by its sizes, and the figures say what was not counted."""
     model = Subclass(llama_config(), 3)
-    figures = survey_module(Holding(model), batch=1, seq=8, in_16_bit=False)
+    figures = surveyed(Holding(model))
     assert figures.numel == sum(param.numel() for param in model.parameters())
     assert figures.passes is None and "not counted" in figures.assumed
 
@@ -378,8 +379,7 @@ def test_operations_are_those_of_the_matrices(passes) -> None:  # type: ignore[n
 
 def test_what_is_kept_and_at_the_peak(passes) -> None:  # type: ignore[no-untyped-def]
     """Activation checkpoints keep at least the inputs of all layers; at the peak are the logits and their gradient."""
-    inputs = 4 * BATCH * SEQ * COUNTED.hidden_size * COUNTED.num_hidden_layers
-    assert inputs <= passes.kept_bytes < passes.saved_bytes
+    assert 4 * BATCH * SEQ * COUNTED.hidden_size * COUNTED.num_hidden_layers <= passes.kept_bytes < passes.saved_bytes
     one = 4 * BATCH * SEQ * COUNTED.vocab_size  # in fp32, and no more than five such tensors
     assert 2 * one <= passes.logits_bytes <= 5 * one and passes.logits_bytes < passes.peak_bytes
 
