@@ -58,19 +58,6 @@ def region_bytes(state_format: int, numel: int, num_blocks: int, num_arrays: int
     }[state_format]
 
 
-def address_of(array: Array | None) -> int:
-    return 0 if array is None else array.ctypes.data
-
-
-def flip_bit(path: Path, offset: int) -> None:
-    """Flip a bit of one byte of a file."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 4]))
-
-
 def takes_direct(folder: Path) -> bool:
     """Return whether the folder's file system has direct I/O."""
     try:
@@ -243,7 +230,7 @@ class StoredState:
             master_in_parameter=master_in_parameter,
             offset=self.offset + offset,
             blocks=Blocks(self.borders_of(index)) if self.borders else None,
-            payload=address_of(payload),
+            payload=0 if payload is None else payload.ctypes.data,
             payload_bytes=0 if payload is None else payload.nbytes,
             residual=_advanced(self.residual, offset, DType.FLOAT32) if compressed else 0,
             padding=[(at - offset, count) for at, count in self.padding if compressed and 0 <= at - offset < numel],

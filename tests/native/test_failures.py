@@ -19,8 +19,9 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import assert_threads_end, join, num_threads
 from tests.native.builds import assert_in_fork, is_refused, run_python
-from tests.native.stored import JOB, Run, StoredState, align, extent_bytes, flip_bit, takes_direct
+from tests.native.stored import JOB, Run, StoredState, align, extent_bytes, takes_direct
 from tests.native.test_pipeline import assert_same, initial, normals
+from tests.storage.makers import flip
 
 NUMEL = 10_000
 TASKLET = 1024
@@ -72,7 +73,7 @@ def test_a_flipped_bit(tmp_path: Path, position: int, kind: str) -> None:
     """One flipped bit anywhere in the data read is reported with file, offset and tasklet, whose parameters stay."""
     state, _ = stored(tmp_path)
     with state:
-        flip_bit(state.paths[0], state.extent_offset(4, state.place) + position)
+        flip(state.paths[0], state.extent_offset(4, state.place) + position)
         failure, parameter = update(state)
     assert failure is not None and (failure.kind, failure.tasklet, failure.errno) == (kind, 4, 0)
     its_own = slice(4 * TASKLET, 5 * TASKLET)

@@ -29,10 +29,6 @@ def ties(numel: int) -> Floats:
     return np.round(normal(numel) * 2) / np.float32(2)
 
 
-def special(numel: int) -> Floats:
-    return np.random.default_rng(numel).choice(_SPECIAL, numel)
-
-
 def subnormal(numel: int) -> Floats:
     return np.random.default_rng(numel).integers(0, 3000, numel).astype(np.uint32).view(np.float32)
 
@@ -52,7 +48,7 @@ PATTERNS: dict[str, Callable[[int], Floats]] = {
     "ties": ties,
     "equal": lambda numel: np.full(numel, -3, np.float32),
     "zero": lambda numel: np.zeros(numel, np.float32),
-    "special": special,
+    "special": lambda numel: np.random.default_rng(numel).choice(_SPECIAL, numel),
     "subnormal": subnormal,
     "ascending": ascending,
     "descending": lambda numel: ascending(numel)[::-1].copy(),
@@ -115,7 +111,7 @@ def test_what_is_left_out() -> None:
 
 def test_all_elements_keep_their_bits() -> None:
     """With a ratio of 1, a residual of zeros changes no bit, zeros of either sign included."""
-    gradient = special(5_000)
+    gradient = PATTERNS["special"](5_000)
     for residual in (None, np.zeros(5_000, np.float32)):
         payload = Compressing(gradient, residual=residual, scale=4.0).encode(TopK(ratio=1.0))
         np.testing.assert_array_equal(expand(payload).view(np.uint32), gradient.view(np.uint32))

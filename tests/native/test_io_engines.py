@@ -6,6 +6,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -346,9 +347,6 @@ def test_closing_waits_for_what_is_in_flight(file: StateFile) -> None:
 def test_a_forked_child_leaves_it_alone(file: StateFile) -> None:
     """A forked child cannot use the queue but can close it. The parent's queue continues."""
     queue, (memory, _) = FileQueue(), buffer(BLOCK)
-
-    def read() -> int:
-        return queue.read(file, offset=0, address=memory.address, nbytes=BLOCK)
-
+    read = partial(queue.read, file, offset=0, address=memory.address, nbytes=BLOCK)
     assert_in_fork(lambda: is_refused(read) and queue.close() is None)
     assert queue.wait(read()) is None

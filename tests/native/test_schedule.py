@@ -10,7 +10,6 @@ from tests.helpers.native_testing import extend_resident
 sizes = st.integers(0, 12)
 buffers = st.integers(1, 5)
 PREFERENCE = {"deliver": 0, "write": 1, "compute": 2, "fetch": 3, "read": 4}
-Stages = dict[str, bool]
 stage_sets = st.fixed_dictionaries({name: st.booleans() for name in ("reads", "writes", "fetches", "delivers")})
 
 
@@ -76,7 +75,7 @@ parts_of_batches = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.boole
 
 @given(parts=parts_of_batches, num_buffers=buffers, stages=stage_sets, data=st.data())
 def test_any_batch(
-    parts: list[tuple[int, bool, bool, bool]], num_buffers: int, stages: Stages, data: st.DataObject
+    parts: list[tuple[int, bool, bool, bool]], num_buffers: int, stages: dict[str, bool], data: st.DataObject
 ) -> None:
     """Any order finishes. Each tasklet is read, fetched, computed, and then written and delivered, once.
 

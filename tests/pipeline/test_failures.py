@@ -34,8 +34,8 @@ from tests.helpers.interrupts import Interrupt
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.helpers.waiting import LIMIT, await_that
-from tests.native.stored import flip_bit
 from tests.pipeline.harness import Case, Run, assert_equal, complete_tasklets, everything, failing_elsewhere, running
+from tests.storage.makers import flip
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_flipped_bit_is_found(run: Run, offset_in_extent: int, attack: Attack)
     """A flipped bit of master, exp_avg, exp_avg_sq or trailer is reported with path and remedy."""
     attack("bit flip in state on storage", tries=1, outcome="StorageCorruptError with path and offset")
     place = run.layout.extents.place_offset(int(run.store.placement.positions[2]))
-    flip_bit(Path(run.store.files[0].path), place + offset_in_extent)
+    flip(Path(run.store.files[0].path), place + offset_in_extent)
     told = r"tasklet 2 at offset \d+ of /.*state\.bin is refused"
     with refused(StorageCorruptError, match=told, remedy="checkpoint"):
         run.state()
