@@ -377,7 +377,8 @@ def watch_steps(trainer: pl.Trainer, note: Callable[[], None]) -> None:
 
     Args:
         trainer: Trainer whose fit is being set up.
-        note: Function to call; also called if SIGTERM ends the fit at that batch.
+        note: Function to call; also called if SIGTERM ends the fit at that batch, but not if it ends the validation:
+            the resumed fit repeats the batch and the whole validation.
     """
     loop = trainer.fit_loop.epoch_loop
     advance_end = type(loop).on_advance_end
@@ -386,7 +387,8 @@ def watch_steps(trainer: pl.Trainer, note: Callable[[], None]) -> None:
         try:
             advance_end(loop, data_fetcher)
         except SIGTERMException:
-            note_step()
+            if not trainer.validating:
+                note_step()
             raise
         note_step()
 
