@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -294,25 +295,22 @@ MEMORY = np.zeros(FEW, np.float32)
 ADDRESS = MEMORY.ctypes.data
 
 
-def segment(**changes: Any) -> Segment:
-    return Segment(**{"offset": 0, "numel": FEW, "step": 0, "gradient": ADDRESS, "parameter": ADDRESS} | changes)
-
-
-def tasklet(**changes: Any) -> Tasklet:
-    values = {
-        "index": 5,
-        "read_file": 0,
-        "write_file": 0,
-        "numel": FEW,
-        "num_arrays": 3,
-        "extent_bytes": extent_bytes(FEW),
-        "read_offset": 0,
-        "read_generation": 0,
-        "write_offset": 4096,
-        "write_generation": 1,
-        "segments": [segment()],
-    }
-    return Tasklet(**{**values, **changes})
+# Values that are accepted, of which a test changes some.
+segment = partial(Segment, offset=0, numel=FEW, step=0, gradient=ADDRESS, parameter=ADDRESS)
+tasklet = partial(
+    Tasklet,
+    index=5,
+    read_file=0,
+    write_file=0,
+    numel=FEW,
+    num_arrays=3,
+    extent_bytes=extent_bytes(FEW),
+    read_offset=0,
+    read_generation=0,
+    write_offset=4096,
+    write_generation=1,
+    segments=[segment()],
+)
 
 
 @pytest.mark.parametrize(

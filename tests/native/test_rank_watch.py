@@ -48,7 +48,6 @@ def message(word: int, rank: int) -> bytes:
 
 
 BEAT, TRAINING, IDLE = (message(word, 0) for word in range(3))
-FOREIGN = b"\xff" * 64  # what no watch sends
 
 
 def test_an_error_is_told_to_every_rank_but_its_own(watches: list[RankWatch]) -> None:
@@ -76,7 +75,7 @@ def test_a_rank_that_ends_as_it_should_is_not_lost(watches: list[RankWatch]) -> 
         pytest.param(b"", True, None, id="one that closes before a training"),
         pytest.param(TRAINING + IDLE, True, None, id="one that closes after a training"),
         pytest.param(TRAINING + BEAT, False, "has not answered for", id="silence"),
-        pytest.param(TRAINING + FOREIGN, False, "", id="what no watch sends"),
+        pytest.param(TRAINING + b"\xff" * 64, False, "", id="what no watch sends"),
     ],
 )
 def test_whether_rank_0_is_lost(words: bytes, closes: bool, expected: str | None) -> None:

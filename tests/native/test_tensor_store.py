@@ -28,10 +28,8 @@ from lightning_smartinfinity.native import (
 from tests.helpers.native_testing import Hold, Throttle, checking_thread, inject
 from tests.helpers.waiting import await_that, join
 from tests.native.builds import assert_in_fork, is_refused
-from tests.native.test_deadlines import interrupted
+from tests.native.test_deadlines import BLOCK, PART, interrupted
 
-BLOCK = 4096
-PART = 4 << 20  # a request is cut into parts of this size
 SMALL = 64 << 10  # the thread that completes a part of this size or less compares its checksums
 STEP = 1 << 20  # the smallest step by which files grow
 

@@ -26,9 +26,8 @@ from lightning_smartinfinity.storage.io.scheduling import io_waits, scheduler_of
 from tests.helpers.native_testing import Hold, inject
 from tests.helpers.unnamed import unnamed_files
 from tests.helpers.waiting import await_that, lenient
-from tests.native.test_deadlines import interrupted
+from tests.native.test_deadlines import BLOCK, interrupted
 
-BLOCK = 4096
 # Two of the small buffers and a part of a block.
 LARGE = (2 << 20) + 5000
 

@@ -13,7 +13,8 @@ import torch
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.pipeline.state.convert import convert_store
-from tests.pipeline.harness import Case, Run, assert_equal, gradient_of, running
+from tests.pipeline.harness import Case, assert_equal, gradient_of, running
+from tests.pipeline.test_convert import kept
 
 
 class HomemadeAdamW(torch.optim.AdamW):
@@ -324,10 +325,7 @@ def test_momentum_that_pauses_begins_anew(tmp_path: Path) -> None:
 def test_kept_state_is_converted_to_fp32_only(tmp_path: Path, name: str) -> None:
     """Formats that round Adam's moments are refused. Converting to other tasklets keeps every bit."""
     case = CASES[name]
-    run = Run(tmp_path, case)
-    run.steps(range(2))
-    state = run.state()
-    run.close(remove=False)
+    state = kept(tmp_path, case)
     with pytest.raises(UnsupportedError, match=f"{case.rule.name}: it is for Adam or AdamW alone"):
         convert_store([tmp_path / "disk0"], [tmp_path / "new" / "disk0"], state_format="int8")
     convert_store([tmp_path / "disk0"], [tmp_path / "new" / "disk0"], state_format="fp32", tasklet_bytes=100_000)

@@ -160,9 +160,6 @@ def test_a_setting_like_no_other() -> None:
         assert field.name in caught.value.remedy
 
 
-NO_NUMBERS = (True, "0.01", None, np.array([0.01]))
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -173,7 +170,19 @@ NO_NUMBERS = (True, "0.01", None, np.array([0.01]))
         (lambda: StorageTrafficMonitor(True, 4), r"StorageTrafficMonitor\(True, 4\) has values without names"),
         *(
             (partial(TopK, ratio), r"TopK\(ratio=.*is out of range.*Pass a number above 0 and at most 1\.")
-            for ratio in (0, -0.1, 1.1, 10**400, Fraction(1, 10**400), math.nan, math.inf, *NO_NUMBERS)
+            for ratio in (
+                0,
+                -0.1,
+                1.1,
+                10**400,
+                Fraction(1, 10**400),
+                math.nan,
+                math.inf,
+                True,
+                "0.01",
+                None,
+                np.array([0.01]),
+            )
         ),
         (partial(TopK, 0.01, error_feedback=1), r"TopK\(error_feedback="),
         (partial(TopK, 0.01, exact="no"), r"TopK\(exact="),
