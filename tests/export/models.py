@@ -70,8 +70,7 @@ class LitModel(pl.LightningModule):
         self.register_buffer("scratch", torch.ones(2), persistent=False)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.inner.model(input_ids=batch, labels=batch).loss * self.scale
-        return loss
+        return self.inner.model(input_ids=batch, labels=batch).loss * self.scale
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.inner.model(input_ids=batch, labels=batch)

@@ -296,8 +296,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         timeout=PROCESS_LIMIT,
     )
     assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.split("FIGURES ")[1].splitlines()[0])
-    return result
+    return dict(json.loads(done.stdout.split("FIGURES ")[1].splitlines()[0]))
 
 
 @pytest.mark.parametrize("what", ["live", "live_masters", "safetensors", "lightning"])

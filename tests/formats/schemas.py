@@ -236,8 +236,7 @@ def _ours(states: Mapping[str, Any]) -> dict[str, Any]:
 
 def stored() -> Schemas:
     """Return the stored schemas."""
-    schemas: Schemas = json.loads(STORED.read_text())
-    return schemas
+    return dict(json.loads(STORED.read_text()))
 
 
 if __name__ == "__main__":

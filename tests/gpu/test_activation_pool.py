@@ -28,6 +28,7 @@ NUMEL = 1 << 16
 NBYTES = 4 * NUMEL
 LENGTH = 24
 saved, assert_right = partial(chains.saved, length=LENGTH, numel=NUMEL), partial(chains.assert_right, length=LENGTH)
+tiny_chain = partial(chain, length=40)
 
 
 def run(
@@ -86,10 +87,6 @@ def slow_chain(x: torch.Tensor) -> torch.Tensor:
     for _ in range(LENGTH + 1):
         x = Slow.apply(x)  # type: ignore[no-untyped-call]
     return x.sum()
-
-
-def tiny_chain(x: torch.Tensor) -> torch.Tensor:
-    return chain(x, 40)
 
 
 def slow_seconds() -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.activations.forwards import Plan
-from tests.activations.chains import activations, chain
+from tests.activations.chains import BLOCK, activations, chain
 from tests.activations.models import everything, opened
 from tests.activations.test_bounds import (
     test_a_full_pool_stops_nothing,
@@ -59,7 +59,6 @@ __all__ = [
 
 pytestmark = [RunIf(cuda_devices=1), pytest.mark.usefixtures("on_the_device")]
 
-BLOCK = 4096
 TIGHT = everything(host_bytes=4 * BLOCK, budget_bytes=6 * BLOCK)
 
 

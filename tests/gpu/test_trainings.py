@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -29,9 +28,10 @@ from tests.helpers.processes import REPOSITORY
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.huggingface.trained import BATCH, STEPS
+from tests.pipeline.test_arena import values_of
 from tests.training import worker as trainer_worker
 from tests.training.storage_worker import StorageRun, end_of, steps_of
-from tests.training.test_overlap import CASES
+from tests.training.test_overlap import BUCKET, CASES
 from tests.training.worker import Run, launch
 
 pytestmark = RunIf(cuda_devices=1)
@@ -39,7 +39,6 @@ pytestmark = RunIf(cuda_devices=1)
 PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 # Gradients leave during backward about one layer at a time, and a tasklet holds about two layers.
 SMALL = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
-BUCKET = {"reduce_bucket_size": 4000}
 BUDGET = {"gradient_bytes": 192 << 10}
 SETTINGS: dict[str, dict[str, Any]] = {
     "forward": {"overlap": "forward"},
@@ -129,14 +128,6 @@ def test_updates_begin_within_backward(tmp_path: Path) -> None:
 
 
 # ---- gradients that are selected on the device
-
-
-def values_of(numel: int, seed: int) -> torch.Tensor:
-    """Return values with ties, zeros, subnormals, and numbers that no 16-bit type holds."""
-    generator = torch.Generator().manual_seed(seed)
-    special = torch.tensor([0.5, -0.5, 0.0, -0.0, 1e-40, 7e4, -3.4e38, math.inf])
-    picked = special[torch.randint(len(special), (numel,), generator=generator)]
-    return torch.where(torch.rand(numel, generator=generator) < 0.3, picked, torch.randn(numel, generator=generator))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -236,8 +227,7 @@ def train_on_gpus(model: Path, out: Path, *, gpus: str, precision: str) -> list[
         timeout=PROCESS_LIMIT,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    losses: list[float] = json.loads((out / "losses.json").read_text())
-    return losses
+    return list(json.loads((out / "losses.json").read_text()))
 
 
 @pytest.mark.parametrize(("precision", "like"), [("fp32", "32-true"), ("bf16", "bf16-mixed")])
