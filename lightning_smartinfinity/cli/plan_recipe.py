@@ -69,6 +69,8 @@ def _strategy_settings(training: Training, storage: Path) -> dict[str, Any]:
     if training.parameter_budget is not None:
         transfer["parameter_bytes"] = training.parameter_budget
     transfer["dram_cache_bytes"] = training.cache_bytes
+    if training.cache_bytes and training.interval is None:
+        transfer["durability"] = "step"
     settings["transfer"] = transfer
     if training.offload_param != "none":
         pinning = {"pin_memory": training.pin_memory} if training.offload_param == "cpu" else {}

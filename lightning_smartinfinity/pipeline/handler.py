@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -123,8 +124,96 @@ class TransferHandler:
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether a step keeps the current generation; False with one place per tasklet (``durability="none"``)."""
-        return self._layout.extents.places_per_tasklet > 1
+        """Whether the step in flight, or any step, keeps the current generation.
+
+        It does not with one place per tasklet (``durability="none"``), nor once it changes state that is in memory only
+        (``durability="interval"``).
+        """
+        if self._step is None or self._is_committed(self._step):
+            return self._layout.extents.places_per_tasklet > 1
+        return not self._step.overwrites
+
+    @property
+    def unsafe(self) -> str:
+        """The setting with which a failed step cannot be rolled back."""
+        return f"durability={'interval' if self.writes_back else 'none'!r}"
+
+    def _is_committed(self, step: Step) -> bool:
+        return self._store.generation == step.generation and self._layout.extents.places_per_tasklet > 1
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether resident tasklets are written to storage only by :meth:`persist`."""
+        return self._store.writes_back
+
+    def write_back(self) -> None:
+        """From now on, write resident tasklets to storage only by :meth:`persist`.
+
+        Raises:
+            StorageFullError: The file systems have no room for the places that this needs.
+            StorageError: A state file cannot be extended.
+        """
+        self._require_no_step()
+        self._store.write_back(self._layout.num_resident)
+
+    def write_through(self) -> None:
+        """End :meth:`write_back`; nothing has changed since."""
+        self._store.write_back(0)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the current generation is complete on storage."""
+        return not self.writes_back or self._store.stored_generation == self.generation
+
+    @property
+    def num_resident(self) -> int:
+        """Number of tasklets whose state stays in host memory."""
+        return self._layout.num_resident
+
+    @property
+    def stored_step(self) -> int | None:
+        """Optimizer steps of the training from which it would resume from storage now; None if it would not."""
+        stored = self._store.records.stored
+        return stored.step if stored is not None and self.is_resumable else None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a pinned state is kept; then :meth:`persist` must not be called."""
+        return self._store.is_pinned
+
+    @property
+    def may_persist(self) -> bool:
+        """Whether :meth:`persist` may be called: no step is in flight, and nothing is pinned."""
+        return self._step is None and not self.is_pinned
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the training record made last is of the current generation."""
+        return self._store.is_recorded
+
+    def persist(self, *, together: Together = nullcontext, deadline: float = math.inf) -> None:
+        """Complete the current generation on storage, with its training record, if that was made.
+
+        Args:
+            together: Context entered around writing. With several ranks it must raise on every rank if its body raised
+                on one, so that no rank gives up the generation on storage while another cannot replace it.
+            deadline: Time of ``time.monotonic`` by which writing must be done.
+
+        Raises:
+            StorageTimeoutError: It would take until after the deadline.
+            StorageError: It could not be written. The generation before stays on storage, and state in memory is
+                unchanged.
+        """
+        self._require_no_step()
+        placement, changed = self._store.begin_persist()
+        whole = False
+        try:
+            with together():
+                self._access.write_resident(placement, changed, deadline=deadline)
+                self._store.persist(placement)
+            whole = True
+        finally:
+            self._store.end_persist(whole=whole)
 
     @property
     def has_direct_io(self) -> bool:
@@ -261,6 +350,9 @@ class TransferHandler:
 
         The record's generation is on storage if at most one generation has been committed since.
         """
+        if self.writes_back:
+            stored = self._store.records.stored
+            return stored is not None and stored.generation == self._store.stored_generation
         record = self._store.training
         self.complete_record()
         if record is None:
@@ -344,12 +436,12 @@ class TransferHandler:
         """
         step = self.step
         step.stop()
-        if self.can_roll_back and self._store.generation == step.generation:
+        if self._is_committed(step):
             self._after_commit(step)
             return
         if step.overwrites:
             raise StorageError(
-                "A step cannot be rolled back with TransferConfig(durability='none'): it overwrote the state.",
+                f"A step cannot be rolled back with TransferConfig({self.unsafe}): it overwrote the state.",
                 "Resume from a checkpoint, and use durability='step' to survive such a failure.",
             ) from step.failure
         step.read_back()

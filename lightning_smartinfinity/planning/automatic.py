@@ -109,6 +109,8 @@ def _settings(model: ModelFigures, training: Training, open_: Open, *, on_gpu: b
 def with_cache(model: ModelFigures, training: Training, resources: Resources) -> Training:
     """Return the training with state in the host memory that it leaves free, except for a quarter of that memory.
 
+    Without room on the disk for third places of the other state, all state is written in every step.
+
     Args:
         model: The model.
         training: The training without state in memory.
@@ -122,7 +124,9 @@ def with_cache(model: ModelFigures, training: Training, resources: Resources) ->
     nbytes = min(left // training.processes, whole + _GRAIN - 1) // _GRAIN * _GRAIN
     if nbytes < min(_LEAST_CACHE, whole):
         return training
-    return replace(training, cache_bytes=nbytes)
+    cached = replace(training, cache_bytes=nbytes)
+    in_every_step = replace(cached, interval=None)
+    return in_every_step if fits(model, in_every_step, resources) and not fits(model, cached, resources) else cached
 
 
 def plan_in_words(
@@ -139,6 +143,8 @@ def plan_in_words(
         assumed: Assumptions about the training, in words.
     """
     before, after = asdict(asked), asdict(plan.training)
+    if plan.training.interval != asked.interval:
+        after["interval"] = "step"
     if open_.offload_param:
         before["offload_param"] = "none"  # so that it is listed even if a budget of parameters implies it
     passed = [name for name in open_.state_formats if not asked.suits(name)]
@@ -161,6 +167,7 @@ _LABELS = {
     "parameter_budget": "transfer parameter_bytes",
     "gradient_budget": "transfer gradient_bytes",
     "cache_bytes": "transfer dram_cache_bytes",
+    "interval": "transfer durability",
 }
 
 

@@ -47,7 +47,7 @@ class RecordWriter:
         engine.optimizer.outside_writes.unrecorded = None
 
     def record(self, loop: ClientState, *, step: int) -> None:
-        """Write a record, between two batches.
+        """Make a record, between two batches, and write it unless it is written at an interval.
 
         A record that cannot be written is no reason to end the training: it warns, once.
 
@@ -77,7 +77,8 @@ class RecordWriter:
             record = handler.training
             assert record is not None
             keeping.recorded(has_steps=record.has_steps)
-            self._warn_of_gap(record)
+            if not handler.writes_back:
+                self._warn_of_gap(record)
         except StorageError as error:
             keeping.failed = True
             self._warn(f"a training record could not be written. {error}")
@@ -98,6 +99,10 @@ class RecordWriter:
         except StorageError as error:
             rank_state.keeping.failed = True
             self._warn(f"a training record could not be written. {error}")
+
+    def persist(self) -> None:
+        """Write the state that belongs to the record, if that is due and no update of it is in flight. Collective."""
+        self._engine.optimizer.persistence.write()
 
     @property
     def _is_on(self) -> bool:
@@ -214,6 +219,7 @@ class FitRecord:
         """Write a record, as :meth:`RecordWriter.record` does; :meth:`begin` has been called."""
         assert self._writer is not None
         self._writer.record(loop, step=step)
+        self._writer.persist()
 
     def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
         """Change the last record, as :meth:`RecordWriter.rewrite` does; :meth:`begin` has been called."""

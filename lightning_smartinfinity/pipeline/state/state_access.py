@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.common.progress import Advance, Show
 from lightning_smartinfinity.devices.base import StorageDevice
-from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageTimeoutError
 from lightning_smartinfinity.pipeline.layout.batches import (
     Memory,
     Piece,
@@ -27,6 +29,7 @@ from lightning_smartinfinity.pipeline.parameters.submissions import Assignment, 
 from lightning_smartinfinity.pipeline.state.windows import Window, WindowWalk
 from lightning_smartinfinity.pipeline.state.work import array_batch, start_batch
 from lightning_smartinfinity.storage import StateStore
+from lightning_smartinfinity.storage.spread import Placement
 
 __all__ = ["StateAccess", "Together", "commit_next", "committing", "places_of"]
 
@@ -34,12 +37,18 @@ Together = Callable[[], AbstractContextManager[object]]
 """Makes a context whose exit raises if its body raised in another process of the training."""
 
 _FP32_BYTES = 4
+_TASKLETS_AT_ONCE = 64  # between looks at the time
 
 
 def places_of(store: StateStore) -> Places:
     """Return the places of the store's extents and those of the next generation."""
     return Places(
-        store.placement, store.next_placement(), store.tasklet_generations, store.generation + 1, store.blocks
+        store.placement,
+        store.next_placement(),
+        store.tasklet_generations,
+        store.generation + 1,
+        store.blocks,
+        store.writes_back,
     )
 
 
@@ -66,7 +75,8 @@ def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], step
 def committing(store: StateStore, generation: int, together: Together) -> Iterator[None]:
     """Make the context in which a generation is written and committed; roll back if another process failed.
 
-    With one place per tasklet the new generation stays current, because the previous one no longer exists.
+    With one place per tasklet the new generation stays current, because the previous one no longer exists. State that
+    is written back is lost.
 
     Args:
         store: The store.
@@ -80,8 +90,10 @@ def committing(store: StateStore, generation: int, together: Together) -> Iterat
     try:
         with together():
             yield
-    except SmartInfinityError:
-        if store.generation == generation and store.extents.places_per_tasklet > 1:
+    except BaseException as error:
+        if store.writes_back:
+            store.lose(error)
+        elif isinstance(error, SmartInfinityError) and store.generation == generation and store.can_revert:
             store.revert()
         raise
 
@@ -146,6 +158,41 @@ class StateAccess:
                 masters.submission(assignment, staging), reported=zip(tasklets, sizes, strict=True), advance=advance
             )
         commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
+
+    def write_resident(self, placement: Placement, tasklets: NDArray[np.intp], *, deadline: float = math.inf) -> None:
+        """Write the state of resident tasklets from memory to storage as it is.
+
+        Args:
+            placement: Places to write to.
+            tasklets: intp[any number]: indices of the tasklets.
+            deadline: Time of ``time.monotonic`` by which it must be done.
+
+        Raises:
+            StorageTimeoutError: It would take until after the deadline.
+            StorageError: A tasklet could not be written.
+        """
+        places = places_of(self._store)._replace(following=placement, writes_back=False)
+        begun, total = time.monotonic(), len(tasklets)
+        for first in range(0, total, _TASKLETS_AT_ONCE):
+            now = time.monotonic()
+            if now + (now - begun) / max(first, 1) * (total - first) > deadline:
+                raise StorageTimeoutError(
+                    f"{first} of {total} tasklets of state in memory were written in {now - begun:.1f} s; the others "
+                    "would take too long.",
+                    "Pass a larger TransferConfig(flush_timeout=...).",
+                )
+            listed = tasklets[first : first + _TASKLETS_AT_ONCE].tolist()
+            # Each is sealed with the generation that it has.
+            worked = [
+                places._replace(next_generation=int(places.generations[tasklet])).tasklet(self._layout, tasklet, [])
+                for tasklet in listed
+            ]
+            batch = native.Batch(native.Operation.MODIFY, worked, io_class=native.IoClass.BACKGROUND)
+            try:
+                self._device.submit(batch)
+                self._device.finish()
+            finally:
+                self._device.stop()
 
     def scan(self, visit: Callable[[Window], object]) -> None:
         """Pass the whole state to ``visit``, window by window in partition order.

@@ -20,6 +20,7 @@ from lightning_smartinfinity.storage.records.training_record import (
     packed,
     read_training_records,
     record_name,
+    remove_training_record,
     residual_of,
     write_training_record,
 )
@@ -36,7 +37,9 @@ class TrainingRecords:
         options: Options for writing residuals; records are flushed and limited in time likewise.
 
     Attributes:
-        current: The record written or resumed from last; None if there is none.
+        current: The record made or resumed from last; None if there is none.
+        stored: The record written or resumed from last; None if there is none.
+        holds: Whether :meth:`write` only keeps the record in memory, until :meth:`store` writes and flushes it.
         run: ``TrainingRecord.run`` of the records to write.
         residual_failure: Error of the last finished write of a residual, or None.
         nbytes: Bytes of the records and residuals written so far.
@@ -44,6 +47,8 @@ class TrainingRecords:
 
     def __init__(self, folder: RankFolder, *, identity: native.Identity, options: WriteOptions) -> None:
         self.current: TrainingRecord | None = None
+        self.stored: TrainingRecord | None = None
+        self.holds = False
         self.run = bytes(identity.job)
         self.residual_failure: StorageError | None = None
         self.nbytes = 0
@@ -56,8 +61,19 @@ class TrainingRecords:
         self._last_number: int | None = None
         self._last_generation = -1
         self._before: TrainingRecord | None = None  # the one before the current one
+        self._attempt = 0  # number of the record to store
+        self._stored_before: TrainingRecord | None = None
         self._residual: NDArray[np.float32] | None = None  # that of the current record, until its write begins
         self._residual_write: ResidualWrite | None = None
+
+    def hold(self, holds: bool, *, flush: bool) -> None:
+        """Let :meth:`write` only keep records in memory from now on, or end that.
+
+        Args:
+            holds: Whether it does.
+            flush: Whether to flush records that are written.
+        """
+        self.holds, self._options = holds, replace(self._options, flush=flush)
 
     def write(
         self,
@@ -84,10 +100,9 @@ class TrainingRecords:
             StorageError: The record could not be written. The one before it is intact.
         """
         # A record that fails uses up its number, too: ranks resume from a number that all of them have.
-        self._last_number = int(has_steps) if self._last_number is None else self._last_number + 1
-        self._last_generation = generation
+        number = int(has_steps) if self._last_number is None else self._last_number + 1
         record = TrainingRecord(
-            number=self._last_number,
+            number=number,
             generation=generation,
             step=step,
             run=self.run,
@@ -95,8 +110,52 @@ class TrainingRecords:
             residual_numel=0 if residual is None else residual.size,
             version=version,
         )
-        self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
+        if not self.holds:
+            self._last_number, self._last_generation = number, generation
+            self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
+            self.stored = record
         self._before, self.current, self._residual = self.current, record, residual
+
+    def begin_store(self) -> None:
+        """Choose the number for :meth:`store`. All ranks call it together, so that their records have equal numbers."""
+        assert self.holds and self.current is not None
+        self._attempt = self.current.number if self._last_number is None else self._last_number + 1
+        self._stored_before = self.stored
+
+    def store(self, generation: int) -> None:
+        """Write the current record, which was held, and its residual.
+
+        Args:
+            generation: The generation that it belongs to, whose residual is in memory.
+
+        Raises:
+            StorageError: They could not be written. The record before is intact.
+        """
+        assert self.current is not None
+        record = replace(self.current, generation=generation, number=self._attempt)
+        self._last_number, self._last_generation = record.number, generation
+        self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
+        self.current, residual = record, self._residual
+        self.write_residual(generation)
+        self.finish_residual()
+        self._residual = residual
+        if self.residual_failure is not None:
+            raise self.residual_failure
+        self.stored = record
+
+    def withdraw(self) -> None:
+        """Undo :meth:`begin_store`, and :meth:`store` if it was called: the generation is not complete on all ranks.
+
+        Raises:
+            StorageError: The record could not be erased.
+        """
+        is_begun, self.stored = self._last_number == self._attempt, self._stored_before
+        self._last_number = self._attempt + 1  # skipped, so that the next record replaces this one
+        if not is_begun:
+            return
+        # Both files would be empty without a record before, which counts as damage.
+        erase = erase_training_record if self.stored is not None else remove_training_record
+        self._in_time("Erasing the training record", self._path, erase, self._folder.inside, self._attempt)
 
     def rewrite(self, content: bytes) -> None:
         """Replace only the content of the current record. A kill leaves the old content or the new one.
@@ -109,10 +168,14 @@ class TrainingRecords:
         """
         assert self.current is not None
         record = replace(self.current, content=content, version=RECORD_VERSION)
+        if self.current is not self.stored:
+            self.current = record
+            return
         name, written = record_name(record.number), packed(record, self._identity)
         replacing, path = self._folder.replace, self._folder.path / name
         self._in_time("Writing the training record", path, replacing, name, written, flush=self._options.flush)
-        self.current, self.nbytes = record, self.nbytes + len(written)
+        self.current = self.stored = record
+        self.nbytes += len(written)
 
     def _write(self, record: TrainingRecord) -> int:
         residual = residual_of(record, self._identity)
@@ -126,10 +189,10 @@ class TrainingRecords:
 
         The other file is made afterwards, so that a kill never leaves two empty files, which are damaged.
         """
-        if self.current is None:
+        if self.stored is None:
             self._folder.allocate_missing(record_name(record.number))
         nbytes = write_training_record(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
-        if self.current is None:
+        if self.stored is None:
             self._folder.allocate_missing(*TRAINING_NAMES)
         return nbytes
 
@@ -183,10 +246,14 @@ class TrainingRecords:
         record = self.current
         if record is not None and record.generation > generation:
             self._residual = None
+            if record is not self.stored:
+                self.current, self._before = self._before, None
+                return
             self._in_time(
                 "Erasing the training record", self._path, erase_training_record, self._folder.inside, record.number
             )
             self.current, self._before = self._before, None
+            self.stored = self.current
         if self._last_number is not None and self._last_generation > generation:
             # Skip a number: the next record then replaces the erased one, and not the one before, which is now needed.
             self._last_number += 1
@@ -208,7 +275,7 @@ class TrainingRecords:
             run=self.run,
             content=reason.encode(),
         )
-        self.current = self._residual = None
+        self.current = self.stored = self._residual = None
         self._in_time("Ending the training records in", self._path, self._end, record)
 
     def _end(self, record: TrainingRecord) -> None:
@@ -229,6 +296,6 @@ class TrainingRecords:
             if record.number > number:
                 erase_training_record(self._folder.inside, record.number)
             elif record.number == number:
-                self.current = record
+                self.current = self.stored = record
         self.run, self._last_number = run, number
         assert self.current is not None

@@ -49,6 +49,7 @@ __all__ = [
     "packed",
     "read_training_records",
     "record_name",
+    "remove_training_record",
     "residual_of",
     "write_training_record",
 ]
@@ -149,6 +150,14 @@ def erase_training_record(folder: OpenFolder, number: int) -> None:
     name = record_name(number)
     with storage_errors("Erasing the training record", folder.path / name):
         folder.overwrite(name, b"", flush=True)
+
+
+def remove_training_record(folder: OpenFolder, number: int) -> None:
+    """Remove the file that a record of this number has; raises as :func:`write_training_record`."""
+    name = record_name(number)
+    with storage_errors("Removing the training record", folder.path / name):
+        folder.remove(name)
+        folder.flush()
 
 
 def read_training_records(folder: OpenFolder, *, identity: native.Identity | None) -> list[TrainingRecord]:

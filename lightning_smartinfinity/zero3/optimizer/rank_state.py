@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +36,7 @@ class Keeping:
 
     Args:
         setting: ``TransferConfig.keep``.
+        flush_timeout: ``TransferConfig.flush_timeout``.
         resumable: Whether a training can resume from the state: as far as this rank knows, all ranks have written a
             training record after a step. :meth:`agree` makes sure of it.
         failed: Whether this rank could not write its last record. The other ranks do not know yet.
@@ -47,6 +50,7 @@ class Keeping:
     """
 
     setting: bool | str
+    flush_timeout: float = math.inf
     resumable: bool = False
     failed: bool = False
     off: str | None = None
@@ -88,10 +92,24 @@ class Keeping:
 
     def leave(self, handler: TransferHandler) -> None:
         """Close the handler, and remove the state on storage unless it stays."""
+        if self.stays and not handler.is_stored and handler.may_persist and (handler.is_recorded or self.completed):
+            _flush(handler, seconds=math.inf if self.completed else self.flush_timeout)
         self.resumable = self.resumable and handler.is_resumable
         handler.close(remove=not self.stays)
         if self.told is not None and self.resumable and not self.completed:
             self.told()
+
+
+def _flush(handler: TransferHandler, *, seconds: float) -> None:
+    """Complete the newest generation on storage, or warn of the steps that are lost."""
+    try:
+        handler.persist(deadline=time.monotonic() + seconds)
+    except SmartInfinityError as error:
+        step = handler.stored_step
+        goes_on = "cannot be resumed from storage" if step is None else f"resumes after step {step}"
+        warnings.warn(
+            f"State in host memory could not be written to storage, so the training {goes_on}: {error}", stacklevel=3
+        )
 
 
 class RankState:
@@ -99,6 +117,7 @@ class RankState:
 
     Args:
         keep: ``TransferConfig.keep``: whether to leave the state on storage at :meth:`close`.
+        flush_timeout: ``TransferConfig.flush_timeout``.
 
     Attributes:
         partition: This rank's slices of the parameters, from the set-up on.
@@ -113,8 +132,8 @@ class RankState:
     partition: Partition
     arena: GradientArena
 
-    def __init__(self, *, keep: bool | str) -> None:
-        self.keeping = Keeping(keep)
+    def __init__(self, *, keep: bool | str, flush_timeout: float = math.inf) -> None:
+        self.keeping = Keeping(keep, flush_timeout)
         self._handler: TransferHandler | None = None
         self._unusable_reason: str | None = None
         self._closed_since = ""
@@ -213,7 +232,7 @@ class RankState:
         if handler is None or self._unusable_reason is not None or not handler.in_flight:
             return
         if not handler.can_roll_back:
-            self._unusable_reason = f"with durability='none' a failed step cannot be rolled back. {error}"
+            self._unusable_reason = f"with {handler.unsafe} a failed step cannot be rolled back. {error}"
             return
         try:
             handler.roll_back()

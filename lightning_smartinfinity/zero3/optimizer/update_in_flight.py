@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
+from lightning_smartinfinity.zero3.optimizer.persistence import Persistence
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from lightning_smartinfinity.zero3.parameters.deepspeed_patches import skip_in_prefetch
@@ -44,6 +45,7 @@ class UpdateInFlight:
         speculation: The update that backward may begin before the step does.
         release_gathered: Function that partitions every gathered parameter.
         overlaps: Whether an update may still run after its step has returned, or before the step.
+        persistence: Writes committed generations to storage.
 
     Attributes:
         is_idle: Whether neither a step is in flight nor requests are recorded: no parameter has to be waited for.
@@ -58,12 +60,14 @@ class UpdateInFlight:
         *,
         release_gathered: Callable[[], None],
         overlaps: bool,
+        persistence: Persistence,
     ) -> None:
         self._rank_state = rank_state
         self._partition = rank_state.partition
         self._speculation = speculation
         self._release_gathered = release_gathered
         self._overlaps = overlaps
+        self._persistence = persistence
         self.is_idle = not overlaps
         self._lock = threading.RLock()  # autograd's threads gather, too
         self.lost: str | None = None
@@ -219,6 +223,7 @@ class UpdateInFlight:
                 self.roll_back(error)
                 raise
             self._end()
+            self._persistence.write()
 
     def drain_for_residual(self) -> None:
         """Drain if compression keeps a residual, computed from gradients that the next ones are about to replace."""

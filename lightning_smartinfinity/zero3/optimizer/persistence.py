@@ -1,0 +1,156 @@
+"""Writes state in host memory to storage at an interval (``TransferConfig(durability="interval")``).
+
+Between two writes, generations exist in memory only, except for the one written last: it stays whole on storage, with
+its training record, and an interrupted training resumes from it. All ranks write after the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lightning_smartinfinity.errors import SmartInfinityError, StorageFullError
+from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.settings import TransferConfig
+from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
+from lightning_smartinfinity.zero3.ranks.collectives import failing_together, gather, sum_over_ranks
+
+__all__ = ["Persistence", "begin_write_back"]
+
+_log = logging.getLogger(__name__)
+
+_SHARE = 20  # writing takes at most one part in so many of the training's time
+
+
+def begin_write_back(handler: TransferHandler, transfer: TransferConfig, group: ProcessGroup | None) -> None:
+    """Write resident state back from now on, if the settings ask for it and storage has room. Collective.
+
+    Args:
+        handler: The open handler, whose state is complete on storage.
+        transfer: The transfer settings.
+        group: Process group of all ranks.
+    """
+    if transfer.interval is None:
+        return
+    problem = ""
+    if handler.num_resident:
+        try:
+            handler.write_back()
+        except StorageFullError as error:
+            problem = error.problem
+    problems = [each for each in gather(problem, group) if each]
+    if not problems:
+        return
+    if handler.writes_back:
+        handler.write_through()
+    if dist.get_rank() == 0:
+        warnings.warn(
+            "durability='interval' works as 'step', which writes all optimizer state in every step: storage has no "
+            f"room for a third place of state. {problems[0]} Free space there.",
+            stacklevel=2,
+        )
+
+
+class Persistence:
+    """Decides when a rank's state in memory is written to storage, and writes it.
+
+    Args:
+        rank_state: The rank's open state.
+        interval: Optimizer steps (int) or seconds (float) between two writes; None: never.
+        group: Process group of all ranks.
+        clock: Function that returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        rank_state: RankState,
+        *,
+        interval: int | float | None,
+        group: ProcessGroup | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rank_state, self._group, self._clock = rank_state, group, clock
+        self._interval = interval
+        self._num_steps = 0
+        self._since = clock()
+        self._pause = 0.0  # seconds between two writes, so that writing takes its share of the time at most
+        self._is_due = False
+        self._has_warned = False
+
+    def vote(self) -> float:
+        """Return this rank's summand for :meth:`agree`, once in each step."""
+        self._num_steps += 1
+        if not self._rank_state.handler.writes_back:
+            return 0.0
+        if self._rank_state.handler.is_pinned:  # a save reads the generation on storage
+            return -float(dist.get_world_size(self._group))
+        return float(dist.get_rank(self._group) == 0 and self._time_has_come())
+
+    def agree(self, votes: float) -> None:
+        """Decide from the sum over all ranks whether the next generation is written."""
+        self._is_due = self._is_due or votes > 0
+
+    def _time_has_come(self) -> bool:
+        if isinstance(self._interval, int):
+            return self._num_steps >= self._interval
+        return self._interval is not None and self._clock() - self._since >= max(self._interval, self._pause)
+
+    def write(self, *, now: bool = False) -> bool:
+        """Write the current generation, if it is due and its training record was made. Collective.
+
+        A failure is a warning: the training goes on, and the generation written before stays on storage.
+
+        Args:
+            now: Whether it is due in any case.
+
+        Returns:
+            Whether the current generation is complete on storage.
+        """
+        if not self._rank_state.is_usable:
+            return False
+        handler = self._rank_state.handler
+        if handler.is_stored:
+            return True
+        if not (now or self._is_due) or not handler.may_persist:
+            return False
+        is_ready = handler.is_recorded or handler.training is None
+        if sum_over_ranks(float(not is_ready), self._group) > 0:
+            return False
+        begun = self._clock()
+        try:
+            handler.persist(together=partial(failing_together, self._group))
+        except SmartInfinityError as error:
+            self._warn(error)
+        self._is_due, self._num_steps, self._since = False, 0, self._clock()
+        self._stretch(self._since - begun)
+        return handler.is_stored
+
+    def _stretch(self, seconds: float) -> None:
+        pause = (_SHARE - 1) * seconds
+        if isinstance(self._interval, float) and pause > self._interval > self._pause:
+            _log.warning(
+                "State in host memory took %.1f s to be written to storage, so this is done every %.0f s instead of "
+                "every %.0f s: an interrupted training may lose that much.",
+                seconds,
+                pause,
+                self._interval,
+            )
+        self._pause = max(self._pause, pause) if seconds else self._pause
+
+    def _warn(self, error: SmartInfinityError) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        step = self._rank_state.handler.stored_step
+        lost = "all of the training" if step is None else f"all steps after step {step}"
+        warnings.warn(
+            f"State in host memory could not be written to storage: {error} The training goes on. A kill would lose "
+            f"{lost}.",
+            stacklevel=2,
+        )

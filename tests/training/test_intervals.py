@@ -1,0 +1,140 @@
+"""State in host memory, which is written to storage at an interval: its readers meanwhile, and how a training ends."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_smartinfinity.cli.main import main
+from lightning_smartinfinity.errors import StorageFullError
+from lightning_smartinfinity.storage import find_resumable
+from lightning_smartinfinity.storage.state.state_store import StateStore
+from tests.export.models import LitModel, exported, files_of
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.streamed_state import DEFAULTS
+from tests.helpers.trainers import fit, quiet_trainer
+from tests.training.actions import does, read_state
+
+Read = list[object]
+
+
+def readings(root: Path, *, overlap: str, transfer: dict[str, Any]) -> Read:
+    """Train three steps; return all that can be read after the second one, and copy the folder of the storage then."""
+    found: Read = []
+
+    def read(trainer: Any, module: pl.LightningModule) -> None:
+        if trainer.global_step != 2:
+            return
+        shutil.copytree(root / "storage", root / "left")
+        found.append(read_state(trainer, module))
+        assert bool(trainer.strategy.host_bytes.get("dram_cache")) == bool(transfer)
+        trainer.strategy.save_pretrained(root / "live")
+        trainer.save_checkpoint(root / "saved.ckpt")
+
+    module = LitModel()
+    evaluated = does(on_validation_end=lambda trainer, module: found.append(read_state(trainer, module)))
+    fit(
+        module,
+        root,
+        overlap=overlap,
+        transfer=transfer,
+        callbacks=[does(on_train_batch_end=read), evaluated],
+        val_check_interval=2,
+    ).strategy.close()  # type: ignore[attr-defined]
+    return [*found, files_of(root / "live"), files_of(exported(root / "saved.ckpt", root / "exported"))]
+
+
+@pytest.mark.parametrize(("overlap", "every", "step"), [("forward", 100, None), ("none", 1, 1)])
+def test_readers_see_the_state_in_memory(
+    overlap: str, every: int, step: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parameters, validations, exports and checkpoints have the newest state; commands read the state on storage."""
+    plain = readings(tmp_path / "plain", overlap=overlap, transfer={})
+    held = readings(tmp_path / "held", overlap=overlap, transfer={**DEFAULTS, "persist_every": every})
+    assert held == plain and len(plain) == 5
+    main(["jobs", str(tmp_path / "held/left"), "--verify"])
+    told = capsys.readouterr().out
+    assert "whole" in told and (f"resumable, step {step}" in told) == ("resumable" in told) == (step is not None)
+    assert main(["scrub", str(tmp_path / "held/left")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "transfer", "step", "told"),
+    [
+        (RuntimeError, {}, 4, ""),
+        (KeyboardInterrupt, {"dram_cache_bytes": 100_000}, 4, ""),
+        (RuntimeError, {"persist_every": 3, "flush_timeout": 1e-9}, 3, "the training resumes after step 3"),
+        (RuntimeError, {"flush_timeout": 1e-9}, None, "cannot be resumed from storage"),
+    ],
+)
+def test_how_an_interrupted_training_ends(
+    how: type[BaseException], transfer: dict[str, Any], step: int | None, told: str, tmp_path: Path
+) -> None:
+    """State in memory is written if that takes at most ``flush_timeout``; else a warning says what is lost."""
+
+    def end(trainer: pl.Trainer, module: Any) -> None:
+        if trainer.global_step == 4:
+            raise how("by a test")
+
+    trainer = quiet_trainer(
+        tmp_path,
+        max_steps=6,
+        overlap="forward",
+        transfer={**DEFAULTS, **transfer},
+        callbacks=[does(on_train_batch_start=end)],
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises((RuntimeError, SystemExit)):
+            trainer.fit(LitTiny(Recipe(width=128)))
+        trainer.strategy.close()  # type: ignore[attr-defined]
+    found = list(tmp_path.glob("storage/*/rank-*"))
+    if found:
+        _, records = find_resumable([tmp_path / "storage"], job="default", rank=0)
+        found = [record.step for record in records[:1]]
+    assert found == ([] if step is None else [step])
+    written = [str(each.message) for each in warned if "could not be written to storage" in str(each.message)]
+    assert [told] * len(written) == [told for each in written if told in each] and bool(written) == bool(told)
+
+
+def test_a_write_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The training goes on, and one warning names what a kill would lose; the next write makes up for it.
+
+    A failed write leaves no record, also if it was the first one.
+    """
+    caplog.set_level("INFO")
+    persist, num_calls, steps, left = StateStore.persist, 0, list[int | None](), list[int]()
+
+    def fails(store: StateStore, placement: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        persist(store, placement)
+        if num_calls in (1, 3, 4):
+            raise StorageFullError("The disk is full.", "Free space.")
+
+    def look(trainer: Any, module: Any) -> None:
+        handler = trainer.strategy.optimizers[0].rank_state.handler
+        steps.append(handler.stored_step)
+        shutil.copytree(tmp_path / "storage", tmp_path / f"left{trainer.global_step}")
+        _, records = find_resumable([tmp_path / f"left{trainer.global_step}"], job="default", rank=0)
+        left.append(len(records))
+
+    with mock.patch.object(StateStore, "persist", fails), pytest.warns(UserWarning, match="The disk is full") as warned:
+        fit(
+            LitTiny(Recipe()),
+            tmp_path,
+            max_steps=7,
+            overlap="none",
+            transfer={**DEFAULTS, "persist_every": 1},
+            callbacks=[does(on_train_batch_end=look)],
+        ).strategy.close()  # type: ignore[attr-defined]
+    told = [str(each.message) for each in warned if "could not be written to storage" in str(each.message)]
+    assert len(told) == 1 and "The training goes on. A kill would lose all of the training." in told[0]
+    assert "its share of what is free, except for a quarter" in caplog.text
+    assert (steps, left) == ([None, None, 2, 2, 2, 5, 6], [0, 0, 1, 1, 1, 2, 2])
