@@ -27,6 +27,7 @@ from tests.storage.makers import create
 from tests.training.storage_worker import StorageRun, end_of, fit, launch, steps_of
 
 WIDE = {"module": {"width": 128}}  # several tasklets
+COMPRESSION = {"compression": {"ratio": 0.1}}
 
 
 def run_of(folder: Path, **settings: Any) -> StorageRun:
@@ -80,6 +81,7 @@ def assert_resumes(folder: Path, straight: Path, **settings: Any) -> None:
         pytest.param("interrupt at batch start", 7, {"transfer": {"durability": "power"}}, marks=pytest.mark.long),
         # Its tasklets are smaller than those that the resuming fit would cut, as those of an earlier version.
         ("term at batch end", 3, {"trainer": {"accumulate_grad_batches": 2}, **WIDE, "granule": 1024}),
+        ("kill at batch start", 5, {"transfer": {**DEFAULTS, "persist_every": 2}, "options": COMPRESSION}),
         ("interrupt at backward", 4, {"devices": 2, "options": {"overlap": "none", "activations": EVERYTHING}}),
         pytest.param(
             "kill at batch start", 5, {"devices": 2, "options": {"overlap": "forward"}}, marks=pytest.mark.long
@@ -143,7 +145,6 @@ def test_an_error_after_the_fit(when: str, straight: Path, tmp_path: Path) -> No
 
 
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
-COMPRESSION = {"compression": {"ratio": 0.1}}
 WHERE: dict[str, dict[str, Any]] = {
     "parameters on storage": {"options": {"zero": NVME}},
     "DRAM tier": {"transfer": {"dram_cache_bytes": 100_000}},

@@ -135,12 +135,14 @@ class TrainingRecords:
         record = replace(self.current, generation=generation, number=self._attempt)
         self._last_number, self._last_generation = record.number, generation
         self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
-        self.current, residual = record, self._residual
-        self.write_residual(generation)
-        self.finish_residual()
-        self._residual = residual
-        if self.residual_failure is not None:
-            raise self.residual_failure
+        self.current = record
+        if record.residual_numel:
+            assert self._residual is not None
+            self._begin_residual(record, self._residual)
+            self.finish_residual()
+            failure, self.residual_failure = self.residual_failure, None  # the next write may succeed
+            if failure is not None:
+                raise failure
         self.stored = record
 
     def withdraw(self) -> None:
@@ -199,6 +201,8 @@ class TrainingRecords:
     def write_residual(self, generation: int) -> None:
         """Start to write the residual that belongs to the current record, if the record is of this generation.
 
+        If records are held, :meth:`store` writes it.
+
         Until :meth:`finish_residual` has returned, the residual must not change, and the places of the generation
         before must not be written to: otherwise, after a kill, a training could resume from neither generation.
 
@@ -206,10 +210,13 @@ class TrainingRecords:
             generation: The newest generation; its residual is in memory.
         """
         record, values = self.current, self._residual
-        if values is None or record is None or record.generation != generation:
+        if self.holds or values is None or record is None or record.generation != generation:
             return
-        self.finish_residual()
         self._residual = None
+        self._begin_residual(record, values)
+
+    def _begin_residual(self, record: TrainingRecord, values: NDArray[np.float32]) -> None:
+        self.finish_residual()
         residual = residual_of(record, self._identity)
         assert residual is not None
         self._residual_write = ResidualWrite(self._folder.inside, residual, values, self._options)
@@ -245,10 +252,10 @@ class TrainingRecords:
         """
         record = self.current
         if record is not None and record.generation > generation:
-            self._residual = None
-            if record is not self.stored:
+            if record is not self.stored:  # held: all records then have the same memory of the residual
                 self.current, self._before = self._before, None
                 return
+            self._residual = None
             self._in_time(
                 "Erasing the training record", self._path, erase_training_record, self._folder.inside, record.number
             )
