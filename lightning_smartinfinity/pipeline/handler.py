@@ -143,7 +143,7 @@ class TransferHandler:
 
     @property
     def writes_back(self) -> bool:
-        """Whether resident tasklets are written to storage only by :meth:`persist`."""
+        """Whether generations, and the state of resident tasklets, are written to storage only by :meth:`persist`."""
         return self._store.writes_back
 
     def write_back(self) -> None:
@@ -158,7 +158,7 @@ class TransferHandler:
 
     def write_through(self) -> None:
         """End :meth:`write_back`; nothing has changed since."""
-        self._store.write_back(0)
+        self._store.write_through()
 
     @property
     def is_stored(self) -> bool:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
+import torch.distributed as dist
 
 from lightning_smartinfinity.cli.main import main
-from lightning_smartinfinity.errors import StorageFullError
+from lightning_smartinfinity.errors import CheckpointError, StorageFullError
+from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit
 from lightning_smartinfinity.storage import find_resumable
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord
+from lightning_smartinfinity.storage.state.parts import point_of
 from lightning_smartinfinity.storage.state.state_store import StateStore
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.setup import open_storage
+from lightning_smartinfinity.zero3.setup.reopening import newest_common
 from tests.export.models import LitModel, exported, files_of
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.ranks import on_ranks
 from tests.helpers.streamed_state import DEFAULTS
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.actions import does, read_state
@@ -138,3 +147,49 @@ def test_a_write_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert len(told) == 1 and "The training goes on. A kill would lose all of the training." in told[0]
     assert "its share of what is free, except for a quarter" in caplog.text
     assert (steps, left) == ([None, None, 2, 2, 2, 5, 6], [0, 0, 1, 1, 1, 2, 2])
+
+
+def test_ranks_that_end_at_different_steps() -> None:
+    """Ranks that end on their own may write different steps as one generation: they resume from the one before."""
+    before, one, other = (
+        TrainingRecord(number=number, generation=4, step=step, run=b"", content=b"")
+        for number, step in ((1, 2), (2, 4), (2, 5))
+    )
+    settings = OffloadSettings(storage=(Path("folder"),))
+    with pytest.raises(CheckpointError, match="no training record in common"):
+        newest_common([{point_of(one)}, {point_of(other)}], settings)
+    assert (
+        newest_common([{*map(point_of, records)} for records in ((before, one), (before, other))], settings).step == 2
+    )
+
+
+def steps_stored(root: Path) -> list[int | None]:
+    """Train on two ranks, of which the last has no memory for state; return the steps that were written last."""
+    measure, stored = open_storage.measure_memory, list[int | None]()
+
+    def measured(**settings: Any) -> Any:
+        memory = measure(**settings)
+        full = {"machine": MemoryLimit(1 << 34, 1 << 30)}
+        return replace(memory, machine="full", limits=full) if dist.get_rank() else memory
+
+    def look(trainer: Any, module: Any) -> None:
+        handler = trainer.strategy.optimizers[0].rank_state.handler
+        assert bool(handler.num_resident) == (dist.get_rank() == 0)
+        stored.append(handler.stored_step)
+
+    with mock.patch.object(open_storage, "measure_memory", measured):
+        fit(
+            LitTiny(Recipe()),
+            root,
+            devices=2,
+            max_steps=6,
+            overlap="forward",
+            transfer={**DEFAULTS, "persist_every": 2},
+            callbacks=[does(on_train_batch_start=look)],
+        )
+    return stored
+
+
+def test_ranks_of_which_one_has_no_memory(tmp_path: Path) -> None:
+    """All ranks write after the same steps."""
+    assert on_ranks(steps_stored, tmp_path) == [[None, None, None, 2, 2, 4]] * 2

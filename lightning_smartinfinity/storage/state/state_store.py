@@ -58,6 +58,7 @@ class StateStore:
         self.identity = manifest.identity
         self._record = record
         self._stored = record
+        self._writes_back = False
         self._num_held = 0
         self._previous: CommitRecord | None = None
         self._persisted: CommitRecord | None = None
@@ -161,8 +162,8 @@ class StateStore:
 
     @property
     def writes_back(self) -> bool:
-        """Whether some tasklets are written to storage only by :meth:`persist`, after :meth:`write_back`."""
-        return self._num_held > 0
+        """Whether generations are completed on storage only by :meth:`persist`, after :meth:`write_back`."""
+        return self._writes_back
 
     @property
     def num_held(self) -> int:
@@ -191,22 +192,28 @@ class StateStore:
         beside those of two more generations of the other tasklets, and of one of these.
 
         Args:
-            num_held: Number of tasklets; 0 ends it: the caller has written all of them.
+            num_held: Number of tasklets; 0: only the commits are in memory, because other ranks hold tasklets.
 
         Raises:
             StorageFullError: The file systems have no room for these places.
             StorageError: A file cannot be extended.
         """
         assert self.extents.places_per_tasklet > 1 and self._stored is self._record
-        before, self._num_held = self._num_held, num_held
+        self._writes_back, self._num_held = True, num_held
         try:
             with io_limit(self._io_timeout):
                 wanted = self._places_needed(self._assigned)
                 limited("Extending", self._folders[0].path / STATE_NAME, self._capacities.make_room, wanted)
         except BaseException:
-            self._num_held = before
+            self.write_through()
             raise
-        self.records.hold(self.writes_back, flush=self.writes_back or self.manifest.durability == "power")
+        self.records.hold(True, flush=True)
+
+    def write_through(self) -> None:
+        """End :meth:`write_back`. The current generation is complete on storage."""
+        assert self._stored is self._record
+        self._writes_back, self._num_held = False, 0
+        self.records.hold(False, flush=self.manifest.durability == "power")
 
     def begin_persist(self) -> tuple[Placement, NDArray[np.intp]]:
         """Give the current generation the number that it gets on storage, and choose the places that lack there.

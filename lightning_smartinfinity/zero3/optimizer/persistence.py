@@ -19,7 +19,12 @@ from lightning_smartinfinity.errors import SmartInfinityError, StorageFullError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
-from lightning_smartinfinity.zero3.ranks.collectives import failing_together, gather, sum_over_ranks
+from lightning_smartinfinity.zero3.ranks.collectives import (
+    failing_together,
+    gather,
+    raising_together,
+    sum_over_ranks,
+)
 
 __all__ = ["Persistence", "begin_write_back"]
 
@@ -31,15 +36,20 @@ _SHARE = 20  # writing takes at most one part in so many of the training's time
 def begin_write_back(handler: TransferHandler, transfer: TransferConfig, group: ProcessGroup | None) -> None:
     """Write resident state back from now on, if the settings ask for it and storage has room. Collective.
 
+    All ranks do so if one of them has resident state: they complete generations on storage together.
+
     Args:
         handler: The open handler, whose state is complete on storage.
         transfer: The transfer settings.
         group: Process group of all ranks.
+
+    Raises:
+        StorageError: A state file cannot be extended, for a reason other than a full disk; raised on every rank.
     """
-    if transfer.interval is None:
+    if transfer.interval is None or not any(gather(handler.num_resident, group)):
         return
     problem = ""
-    if handler.num_resident:
+    with raising_together(group):
         try:
             handler.write_back()
         except StorageFullError as error:
