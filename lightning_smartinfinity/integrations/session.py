@@ -494,8 +494,13 @@ class TrainingSession(ABC):
             optimizer.idle = self  # as long as the module exists: another training may start from its masters
             if optimizer.rank_state.activations is not None:
                 optimizer.rank_state.activations.rest()
+            optimizer.rank_state.held_signals.drop()
             # After an error, which this rank alone may have met, a step may still be in progress.
             optimizer.update.training_over()
+            keeping = optimizer.rank_state.keeping
+            if not completed and not keeping.completed and keeping.stays and optimizer.rank_state.writes_back:
+                with saving():
+                    optimizer.update.end_alone()
         return_freed_memory()  # no further step will use it
         if self._idle_key is not None:
             _IDLE[self._idle_key] = weakref.ref(self)

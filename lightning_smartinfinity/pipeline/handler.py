@@ -216,6 +216,35 @@ class TransferHandler:
             self._store.end_persist(whole=whole)
 
     @property
+    def stores_provisional(self) -> bool:
+        """Whether the current generation is on storage with a provisional record; the same on all ranks."""
+        records = self._store.records
+        return self.writes_back and self.is_stored and self.is_resumable and records.is_provisional(records.stored)
+
+    @property
+    def is_fully_recorded(self) -> bool:
+        """Whether the training record made last is of the current generation, and not provisional."""
+        return self.is_recorded and not self._store.records.is_provisional(self.training)
+
+    def renew_record(self, *, together: Together = nullcontext) -> None:
+        """Store the current record beside the provisional one of the same generation, which is on storage.
+
+        Args:
+            together: As for :meth:`persist`.
+
+        Raises:
+            StorageError: It could not be written. The provisional one stays.
+        """
+        self._store.begin_renewal()
+        whole = False
+        try:
+            with together():
+                self._store.renew_record()
+            whole = True
+        finally:
+            self._store.end_renewal(whole=whole)
+
+    @property
     def has_direct_io(self) -> bool:
         """Whether all state files are read and written with direct I/O, past the page cache."""
         return all(file.direct for file in self._store.files)
@@ -366,7 +395,20 @@ class TransferHandler:
         """The error that kept the training record's residual from being written, or None."""
         return self._store.records.residual_failure
 
-    def record_training(self, *, step: int, content: bytes, residual: NDArray[np.float32] | None) -> None:
+    @property
+    def awaits_record(self) -> bool:
+        """Whether state in memory, or the step in flight, is newer than the training record made last."""
+        record = self._store.training
+        return self.writes_back and record is not None and record.generation < self._recorded_next
+
+    @property
+    def _recorded_next(self) -> int:
+        """The generation that a record made now belongs to."""
+        return self._store.generation + (self._step is not None and self._step.is_complete)
+
+    def record_training(
+        self, *, step: int, content: bytes, residual: NDArray[np.float32] | None, moment: str = ""
+    ) -> None:
         """Write what the training needs, besides the optimizer state, to resume after the step begun last.
 
         The record takes effect when that step is committed. It must be written before the next step begins.
@@ -376,14 +418,19 @@ class TransferHandler:
             content: The serialized state of the training.
             residual: Memory of the residual of compressed gradients; None means there is none. A thread writes it after
                 the step's commit, while the training continues; :meth:`complete_record` waits for it.
+            moment: As for :meth:`TrainingRecords.write`.
 
         Raises:
             StorageError: The record could not be written. The previous record is intact.
         """
-        follows = self._step is not None and self._step.is_complete
-        generation, has_steps = self._store.generation + follows, follows or self._num_steps > 0
+        generation = self._recorded_next
         self._store.record_training(
-            generation=generation, step=step, content=content, has_steps=has_steps, residual=residual
+            generation=generation,
+            step=step,
+            content=content,
+            has_steps=generation > self._store.generation or self._num_steps > 0,
+            residual=residual,
+            moment=moment,
         )
 
     def rewrite_record(self, content: bytes) -> None:

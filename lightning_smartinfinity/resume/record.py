@@ -46,7 +46,7 @@ class RecordWriter:
         self._recorded: TrainingRecord | None = None
         engine.optimizer.outside_writes.unrecorded = None
 
-    def record(self, loop: ClientState, *, step: int) -> None:
+    def record(self, loop: ClientState, *, step: int, moment: str = "") -> None:
         """Make a record, between two batches, and write it unless it is written at an interval.
 
         A record that cannot be written is no reason to end the training: it warns, once.
@@ -54,6 +54,7 @@ class RecordWriter:
         Args:
             loop: What the loop needs to go on.
             step: Optimizer steps of the training so far.
+            moment: Name of the moment of a provisional record, made between a step and its record.
         """
         from lightning_smartinfinity.zero3.engine.record import describe_engine
 
@@ -73,7 +74,12 @@ class RecordWriter:
             )
             return
         try:
-            handler.record_training(step=step, content=content, residual=None if residual is None else residual.numpy())
+            handler.record_training(
+                step=step,
+                content=content,
+                residual=None if residual is None else residual.numpy(),
+                moment=moment,
+            )
             record = handler.training
             assert record is not None
             keeping.recorded(has_steps=record.has_steps)
@@ -99,6 +105,20 @@ class RecordWriter:
         except StorageError as error:
             rank_state.keeping.failed = True
             self._warn(f"a training record could not be written. {error}")
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether state in memory is newer than the last record."""
+        return self._is_on and self._engine.optimizer.rank_state.handler.awaits_record
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether state stays in memory, and an earlier one cannot be resumed from."""
+        return self._is_on and self._engine.optimizer.rank_state.handler.writes_back
+
+    def release_signals(self) -> None:
+        """Handle Ctrl-C or SIGTERM that came since the step; this may raise KeyboardInterrupt or SystemExit."""
+        self._engine.optimizer.rank_state.held_signals.release()
 
     def persist(self) -> None:
         """Write the state that belongs to the record, if that is due and no update of it is in flight. Collective."""
@@ -219,7 +239,23 @@ class FitRecord:
         """Write a record, as :meth:`RecordWriter.record` does; :meth:`begin` has been called."""
         assert self._writer is not None
         self._writer.record(loop, step=step)
+        self._writer.release_signals()
         self._writer.persist()
+
+    def record_moment(self, loop: ClientState, *, step: int, moment: str) -> None:
+        """Make a provisional record, as :meth:`RecordWriter.record` does; :meth:`begin` has been called."""
+        assert self._writer is not None
+        self._writer.record(loop, step=step, moment=moment)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a training is recorded whose state in memory is newer than its last record."""
+        return self._writer is not None and self._writer.is_behind
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether a training is recorded whose state is in memory only, except for that written at an interval."""
+        return self._writer is not None and self._writer.writes_back
 
     def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
         """Change the last record, as :meth:`RecordWriter.rewrite` does; :meth:`begin` has been called."""

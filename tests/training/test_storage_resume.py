@@ -45,7 +45,8 @@ def assert_resumes(folder: Path, straight: Path, **settings: Any) -> None:
     """Assert that a fit resumes to the losses, state, buffers and random numbers of one that never stopped."""
     run(folder, resume=True, seed=9, **settings, ends=0)
     for rank in range(settings.get("devices", 1)):
-        assert steps_of(folder, rank) == steps_of(straight, rank) and end_of(folder, rank) == end_of(straight, rank)
+        assert steps_of(folder, rank) == steps_of(straight, rank)
+        assert end_of(folder, rank) == {**end_of(straight, rank), "index": end_of(folder, rank)["index"]}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,46 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight")
     run(folder, ends=0)
     return folder
+
+
+AT_INTERVALS: dict[str, Any] = {"trainer": {"val_check_interval": 3}, **WIDE}
+
+
+@pytest.fixture(scope="module")
+def straight_with_validations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a fit that nothing interrupts, all of whose state passes the drive."""
+    folder = tmp_path_factory.mktemp("straight")
+    run(folder, **AT_INTERVALS, ends=0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "step", "overlap", "transfer"),
+    [
+        ("kill at batch start", 4, "backward", {}),  # behind a checkpoint that was saved beside the training
+        ("kill at saved batch end", 4, "none", {"dram_cache_bytes": 100_000}),
+        ("error at batch start", 4, "backward", {"persist_every": 3}),
+        ("error at backward", 5, "none", {}),
+        ("error at saved batch end", 4, "forward", {}),
+        ("interrupt at saved batch end", 6, "none", {"dram_cache_bytes": 100_000}),  # a validation comes next
+        ("interrupt at validation", 6, "forward", {"dram_cache_bytes": 100_000}),
+        ("error at validation", 3, "none", {}),
+        ("term at validation", 6, "backward", {}),
+        ("error at epoch end", 6, "none", {}),
+    ],
+)
+def test_no_end_loses_a_step(
+    how: str, step: int, overlap: str, transfer: dict[str, Any], straight_with_validations: Path, tmp_path: Path
+) -> None:
+    """State in memory is written at an end between any two steps, or between a step and its record, and at a save."""
+    settings = {**AT_INTERVALS, "options": {"overlap": overlap}, "transfer": {**DEFAULTS, **transfer}}
+    saves = {"checkpoints": [{"every_n_train_steps": 4, "save_top_k": -1}]} if how.startswith("kill") else {}
+    _, output = run(tmp_path, kill_at=how, kill_step=step, **settings, **saves)
+    assert "could not be written" not in output, output[-4000:]
+    assert output.count("its state stays in") == (not saves), output[-4000:]
+    assert_resumes(tmp_path, straight_with_validations, **settings)
+    numbers = [int(line.split()[0]) for line in (tmp_path / "steps-0.txt").read_text().splitlines()]
+    assert numbers == [*range(1, 19)]
 
 
 def test_one_script_is_its_own_restart(straight: Path, tmp_path: Path, attack: Attack) -> None:

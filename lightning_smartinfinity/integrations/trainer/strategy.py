@@ -450,6 +450,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         super().on_exception(exception)
         with suppress(Exception):  # a loader may be what has failed
             self._fit_record.note_end()
+            self._fit_record.record_moment_of_end()
         shutdown.end_by(exception, self.lightning_module)
 
     @override

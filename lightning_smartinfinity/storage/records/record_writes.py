@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 import numpy as np
@@ -40,7 +41,7 @@ class TrainingRecords:
         current: The record made or resumed from last; None if there is none.
         stored: The record written or resumed from last; None if there is none.
         holds: Whether :meth:`write` only keeps the record in memory, until :meth:`store` writes and flushes it.
-        run: ``TrainingRecord.run`` of the records to write.
+        run: ``TrainingRecord.run`` of the records to write, except for provisional ones.
         residual_failure: Error of the last finished write of a residual, or None.
         nbytes: Bytes of the records and residuals written so far.
     """
@@ -84,6 +85,7 @@ class TrainingRecords:
         has_steps: bool,
         residual: NDArray[np.float32] | None,
         version: int = RECORD_VERSION,
+        moment: str = "",
     ) -> None:
         """Write a record over the last but one, and make it the current one.
 
@@ -95,6 +97,8 @@ class TrainingRecords:
             residual: float32 memory that holds the generation's residual once the generation is committed, for
                 :meth:`write_residual`; None if there is none.
             version: Format version of the content, and so of the record.
+            moment: Name of the moment of a provisional record, which is made between a step and the step's record. No
+                training resumes from records of different moments on its ranks.
 
         Raises:
             StorageError: The record could not be written. The one before it is intact.
@@ -105,7 +109,7 @@ class TrainingRecords:
             number=number,
             generation=generation,
             step=step,
-            run=self.run,
+            run=hashlib.sha256(self.run + moment.encode()).digest()[: len(self.run)] if moment else self.run,
             content=content,
             residual_numel=0 if residual is None else residual.size,
             version=version,
@@ -115,6 +119,10 @@ class TrainingRecords:
             self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
             self.stored = record
         self._before, self.current, self._residual = self.current, record, residual
+
+    def is_provisional(self, record: TrainingRecord | None) -> bool:
+        """Return whether a record of this training is provisional."""
+        return record is not None and record.run != self.run
 
     def begin_store(self) -> None:
         """Choose the number for :meth:`store`. All ranks call it together, so that their records have equal numbers."""

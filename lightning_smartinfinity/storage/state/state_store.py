@@ -269,6 +269,29 @@ class StateStore:
             inside, path = self._folders[0].inside, self._folders[0].path / COMMIT_NAME
             self._in_time("Erasing the commit record", path, erase_record, inside, self._record, flush=False)
 
+    def begin_renewal(self) -> None:
+        """Choose the number for :meth:`renew_record`, on all ranks together."""
+        self.records.begin_store()
+
+    def renew_record(self) -> None:
+        """Store the training record of the generation on storage again, beside the one that is there.
+
+        Raises:
+            StorageError: It could not be written. The one on storage is intact.
+        """
+        assert self._stored is self._record and self.is_recorded
+        self.records.store(self.generation)
+
+    def end_renewal(self, *, whole: bool) -> None:
+        """Withdraw the record if some rank could not write it.
+
+        Args:
+            whole: Whether all ranks have written it.
+        """
+        if not whole:
+            with suppress(StorageError):
+                self.records.withdraw()
+
     def pin(self) -> Pin:
         """Keep later generations from the places of this one until they are released. Between generations only.
 
@@ -423,6 +446,7 @@ class StateStore:
         has_steps: bool,
         residual: NDArray[np.float32] | None = None,
         version: int = RECORD_VERSION,
+        moment: str = "",
     ) -> None:
         """Write what a training needs, in addition to a generation's state, to resume there; see ``training_record``.
 
@@ -433,6 +457,7 @@ class StateStore:
             has_steps: Whether the training has taken a step since it began.
             residual: float32 memory of the residual of compressed gradients. ``records`` writes it in the background.
             version: Format version of the content.
+            moment: As for :meth:`TrainingRecords.write`.
 
         Raises:
             StorageError: The record could not be written. The record before it is intact.
@@ -444,6 +469,7 @@ class StateStore:
             has_steps=has_steps,
             residual=residual,
             version=version,
+            moment=moment,
         )
         self.records.write_residual(self.generation)
 

@@ -10,6 +10,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch.distributed as dist
@@ -126,6 +127,7 @@ class Persistence:
             return False
         handler = self._rank_state.handler
         if handler.is_stored:
+            self._renew(handler)
             return True
         if not (now or self._is_due) or not handler.may_persist:
             return False
@@ -140,6 +142,13 @@ class Persistence:
         self._is_due, self._num_steps, self._since = False, 0, self._clock()
         self._stretch(self._since - begun)
         return handler.is_stored
+
+    def _renew(self, handler: TransferHandler) -> None:
+        """Replace a provisional record on storage if the record of the step was made since. Collective."""
+        if not handler.stores_provisional or sum_over_ranks(float(not handler.is_fully_recorded), self._group) > 0:
+            return
+        with suppress(SmartInfinityError):  # the provisional record stays
+            handler.renew_record(together=partial(failing_together, self._group))
 
     def _stretch(self, seconds: float) -> None:
         pause = (_SHARE - 1) * seconds

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.activations import ActivationTraffic, OffloadedActivations
+from lightning_smartinfinity.common.interrupts import HeldSignals
 from lightning_smartinfinity.common.last_error import last_error
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
@@ -46,6 +47,7 @@ class Keeping:
         says_end: Whether the caller sets ``completed`` at the end. If not, the training counts as completed when the
             process ends without an error or drops the training.
         saved: Whether a checkpoint or an export was made since the last step.
+        was_written: Whether :meth:`write` has been called for state that stays, after which nothing more is written.
         told: Function to call after the state was kept for another training to resume from.
     """
 
@@ -58,6 +60,7 @@ class Keeping:
     completed: bool = False
     says_end: bool = True
     saved: bool = False
+    was_written: bool = False
     told: Callable[[], None] | None = None
 
     @property
@@ -92,24 +95,53 @@ class Keeping:
 
     def leave(self, handler: TransferHandler) -> None:
         """Close the handler, and remove the state on storage unless it stays."""
-        if self.stays and not handler.is_stored and handler.may_persist and (handler.is_recorded or self.completed):
-            _flush(handler, seconds=math.inf if self.completed else self.flush_timeout)
-        self.resumable = self.resumable and handler.is_resumable
+        self.write(handler)
         handler.close(remove=not self.stays)
         if self.told is not None and self.resumable and not self.completed:
             self.told()
 
+    def write(self, handler: TransferHandler, *, lost: str | None = None) -> None:
+        """Complete the newest generation on storage if the state stays, or warn that its steps are lost.
 
-def _flush(handler: TransferHandler, *, seconds: float) -> None:
-    """Complete the newest generation on storage, or warn of the steps that are lost."""
+        Args:
+            handler: The handler; no step that could still be committed is in flight.
+            lost: Why the newest generation cannot be written; None if it can.
+        """
+        stays = self.stays
+        if stays and not self.was_written and handler.writes_back and (lost is not None or not handler.is_stored):
+            reason = lost or self._obstacle_to_write(handler)
+            if reason is None:
+                reason = _flush(handler, seconds=math.inf if self.completed else self.flush_timeout)
+            if reason is not None:
+                _warn_of_lost_steps(handler, reason)
+        self.was_written = self.was_written or stays
+        self.resumable = self.resumable and handler.is_resumable
+
+    def _obstacle_to_write(self, handler: TransferHandler) -> str | None:
+        if handler.is_pinned:
+            return "a checkpoint was still being saved from the state that is on storage."
+        if not handler.may_persist:
+            return "a step was still in progress."
+        if handler.is_recorded or handler.training is None or self.completed:
+            return None
+        return "the training ended after a step and before the training record of that step."
+
+
+def _flush(handler: TransferHandler, *, seconds: float) -> str | None:
+    """Complete the newest generation on storage; return the error if that fails."""
     try:
         handler.persist(deadline=time.monotonic() + seconds)
     except SmartInfinityError as error:
-        step = handler.stored_step
-        goes_on = "cannot be resumed from storage" if step is None else f"resumes after step {step}"
-        warnings.warn(
-            f"State in host memory could not be written to storage, so the training {goes_on}: {error}", stacklevel=3
-        )
+        return str(error)
+    return None
+
+
+def _warn_of_lost_steps(handler: TransferHandler, reason: str) -> None:
+    step = handler.stored_step
+    goes_on = "cannot be resumed from storage" if step is None else f"resumes after step {step}"
+    warnings.warn(
+        f"State in host memory could not be written to storage, so the training {goes_on}: {reason}", stacklevel=4
+    )
 
 
 class RankState:
@@ -125,6 +157,7 @@ class RankState:
         compressed: Compressed gradients; None: gradients are not compressed.
         activations: The offloaded activations; None: they stay in memory.
         in_fit: Whether a Trainer's fit with this state is in progress.
+        held_signals: Holds Ctrl-C back from a step that changes state in memory until the record of that step.
         background: Jobs that read the state during the training; closing the state waits for them.
         keeping: Whether the state stays on storage.
     """
@@ -141,6 +174,7 @@ class RankState:
         self.activations: OffloadedActivations | None = None
         self.in_fit = False
         self._records_ended = False
+        self.held_signals = HeldSignals()
         self.background = BackgroundJobs()
 
     def hold_handler(self, handler: TransferHandler) -> None:
@@ -152,6 +186,11 @@ class RankState:
         """Whether there is state on storage that belongs to this rank's training."""
         # The exit handler of a collected strategy closes only the handler.
         return self._handler is not None and not self._handler.is_closed
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether generations are completed on storage at an interval only."""
+        return self._handler is not None and not self._handler.is_closed and self._handler.writes_back
 
     @property
     def is_usable(self) -> bool:
@@ -194,6 +233,11 @@ class RankState:
         """Wait until all data that the training record refers to is on storage; see ``TransferHandler``."""
         if self._handler is not None:
             self._handler.complete_record()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a record follows each step, as far as this rank knows."""
+        return self.keeping.off is None and self._handler is not None and self._handler.training is not None
 
     def record_faults(self) -> tuple[bool, bool]:
         """Return whether this rank failed to write its last training record, and whether it has stopped writing any."""
@@ -304,6 +348,7 @@ class RankState:
         if self._handler is not None:
             if self._unusable_reason is None:
                 self._commit_or_roll_back(self._handler)
+            self.write()
             self.keeping.leave(self._handler)
             self._handler = None
         if self._has_arena:
@@ -313,6 +358,11 @@ class RankState:
             self.compressed.close()
             self.compressed = None
         self.close_activations()
+
+    def write(self) -> None:
+        """Complete the newest generation on storage if the state stays, or warn of what is lost. Not collective."""
+        if self._handler is not None and not self._handler.is_closed:
+            self.keeping.write(self._handler, lost=self._unusable_reason)
 
     def close_activations(self) -> None:
         """Remove offloaded activations from storage. Idempotent. A later backward through an existing graph raises."""
@@ -337,9 +387,12 @@ class RankState:
                 keeping.completed = error is None
             elif error is not None:
                 keeping.script_failed(error)
-            if keeping.stays and handler.in_flight and handler.step.is_complete:
+            if keeping.stays and handler.in_flight:
                 with suppress(SmartInfinityError):  # the previous generation stays current
-                    handler.commit()
+                    if handler.step.is_complete:
+                        handler.commit()
+                    elif handler.writes_back and handler.can_roll_back:
+                        handler.roll_back()
             keeping.leave(handler)
 
         def close() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -20,9 +21,10 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.pipeline.state.state_access import Together
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.zero3.optimizer.persistence import Persistence
-from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
+from lightning_smartinfinity.zero3.optimizer.rank_state import RankState, warn_of_rolled_back_step
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from lightning_smartinfinity.zero3.parameters.deepspeed_patches import skip_in_prefetch
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
@@ -158,6 +160,20 @@ class UpdateInFlight:
         """Record that the step returns: the loop then counts it, though its update may still be in flight."""
         self._step_returned = self._begun
 
+    def end_alone(self) -> None:
+        """Commit the step in flight, if this rank can, and write state in memory, after an error. Not collective."""
+        with self._lock:
+            self.wait()
+            if self._begun and self._rank_state.is_usable:
+                try:
+                    self._commit(together=nullcontext)
+                except SmartInfinityError as error:
+                    self.roll_back(error)
+                    warn_of_rolled_back_step(error)
+                else:
+                    self._end()
+            self._rank_state.write()
+
     def is_untouched(self, param: ZeroParameter) -> bool:
         """Return whether the parameter is in the step in flight and was not requested since; the same on all ranks."""
         if self._speculation.holds(param):
@@ -218,7 +234,7 @@ class UpdateInFlight:
             if not self._begun or not self._rank_state.is_open:
                 return
             try:
-                self._commit()
+                self._commit(together=partial(failing_together, self._partition.group))
             except SmartInfinityError as error:
                 self.roll_back(error)
                 raise
@@ -283,9 +299,8 @@ class UpdateInFlight:
         if dist.get_world_size(self._partition.group) == 1:
             self.drain()
 
-    def _commit(self) -> None:
+    def _commit(self, *, together: Together) -> None:
         """Commit on all ranks. If one fails, ranks that have written their record erase it, and all ranks raise."""
-        together = partial(failing_together, self._partition.group)
         if self._failure is None:
             # An interrupt may have hit between an earlier commit and the call of _end.
             if self._rank_state.handler.in_flight:
