@@ -210,7 +210,7 @@ class TransferHandler:
         try:
             with together():
                 self._access.write_resident(placement, changed, deadline=deadline)
-                self._store.persist(placement)
+                self._store.persist(placement, deadline=deadline)
             whole = True
         finally:
             self._store.end_persist(whole=whole)
@@ -354,7 +354,7 @@ class TransferHandler:
                 step of the rank that failed stays in flight, and its rollback raises the same error.
         """
         step = self.step
-        with committing(self._store, step.generation, together):
+        with committing(self._store, step.generation, together, overwritten=lambda: step.overwrites):
             step.commit()
         with together() if step.batches.has_residual else nullcontext():
             self._after_commit(step)

@@ -286,8 +286,18 @@ class Pair:
         assert self.run.handler.is_stored
         self.persisted = self.plain.state()
 
+    def load_in_vain(self) -> None:
+        """A load that fails before its first values arrive changes nothing, in memory neither."""
+
+        def fails(window: Window) -> None:
+            raise StorageError("There are no values.", "Let it go on.")
+
+        with pytest.raises(StorageError, match="no values"):
+            self.run.handler.state.replace(fails, steps=self.run.handler.steps)
+
     def persist_in_vain(self) -> None:
         """The generation on storage stays if a write fails, here or on another rank, or would take too long."""
+        generation = self.run.handler.generation
         if self.run.handler.is_stored:
             return
         with pytest.raises(StorageError, match="elsewhere"):
@@ -298,7 +308,7 @@ class Pair:
         with pytest.raises(StorageError, match=r"state\.bin"):
             self.run.handler.persist()
         self.disturb()
-        assert not self.run.handler.is_stored
+        assert not self.run.handler.is_stored and self.run.handler.generation == generation
 
     def lose(self) -> None:
         """What a kill leaves is the generation on storage; the plain run goes back to it."""
@@ -416,7 +426,7 @@ ROLLED_BACK: list[Callable[[Pair], None]] = [
 ]
 AT_INTERVALS: list[Callable[[Pair], None]] = [
     *(4 * [Pair.step, Pair.persist]),
-    *(2 * [Pair.step_within_backward, Pair.persist_in_vain]),
+    *(2 * [Pair.step_within_backward, Pair.persist_in_vain, Pair.load_in_vain]),
 ]
 REOPENED = [Pair.reopen, Pair.reopen_within_a_step, Pair.reopen_after_a_commit_in_vain]
 

@@ -64,6 +64,8 @@ class TrainingRecords:
         self._before: TrainingRecord | None = None  # the one before the current one
         self._attempt = 0  # number of the record to store
         self._stored_before: TrainingRecord | None = None
+        self._held: TrainingRecord | None = None  # the current record before it was stored
+        self._ended: TrainingRecord | None = None  # that end() has put off
         self._residual: NDArray[np.float32] | None = None  # that of the current record, until its write begins
         self._residual_write: ResidualWrite | None = None
 
@@ -128,7 +130,7 @@ class TrainingRecords:
         """Choose the number for :meth:`store`. All ranks call it together, so that their records have equal numbers."""
         assert self.holds and self.current is not None
         self._attempt = self.current.number if self._last_number is None else self._last_number + 1
-        self._stored_before = self.stored
+        self._stored_before, self._held = self.stored, self.current
 
     def store(self, generation: int) -> None:
         """Write the current record, which was held, and its residual.
@@ -159,7 +161,7 @@ class TrainingRecords:
         Raises:
             StorageError: The record could not be erased.
         """
-        is_begun, self.stored = self._last_number == self._attempt, self._stored_before
+        is_begun, self.stored, self.current = self._last_number == self._attempt, self._stored_before, self._held
         self._last_number = self._attempt + 1  # skipped, so that the next record replaces this one
         if not is_begun:
             return
@@ -275,7 +277,7 @@ class TrainingRecords:
             self._last_generation = generation
 
     def end(self, reason: str) -> None:
-        """Replace all records by one that states that no more follow.
+        """Replace all records by one that states that no more follow; if they are held, at :meth:`complete_end`.
 
         Args:
             reason: The reason, which the error of a training that resumes contains.
@@ -290,8 +292,21 @@ class TrainingRecords:
             run=self.run,
             content=reason.encode(),
         )
-        self.current = self.stored = self._residual = None
-        self._in_time("Ending the training records in", self._path, self._end, record)
+        self.current = self._residual = None
+        self._ended = record
+        if not self.holds or self.stored is None:
+            self.complete_end()
+
+    def complete_end(self) -> None:
+        """Write the record of :meth:`end` if it was put off, since the generation on storage is another one now.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        record, self._ended = self._ended, None
+        if record is not None:
+            self.stored = None
+            self._in_time("Ending the training records in", self._path, self._end, record)
 
     def _end(self, record: TrainingRecord) -> None:
         self._put(record)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -62,6 +64,7 @@ class StateStore:
         self._num_held = 0
         self._previous: CommitRecord | None = None
         self._persisted: CommitRecord | None = None
+        self._unnumbered = record
         self._has_record = False
         self._folders = tuple(folders)
         self._unusable: StorageError | None = None
@@ -225,6 +228,7 @@ class StateStore:
             Places of the generation, and the tasklets whose extents are to be written there from memory.
         """
         distance = self.generation - self._stored.generation
+        self._unnumbered = self._record
         self._has_record = self.is_recorded
         if self._has_record:
             self.records.begin_store()
@@ -233,18 +237,19 @@ class StateStore:
         changed = changed[changed < self._num_held]
         return self.placement.after(self._placement(first=0), changed), changed
 
-    def persist(self, placement: Placement) -> None:
+    def persist(self, placement: Placement, *, deadline: float = math.inf) -> None:
         """Write and flush the training record, if it is of the current generation, and the commit record.
 
         The extents have been written, and are flushed first: the generation survives a power loss.
 
         Args:
             placement: The places from :meth:`begin_persist`.
+            deadline: Time of ``time.monotonic`` by which the extents must be flushed.
 
         Raises:
             StorageError: The record could not be written.
         """
-        self._flush_files()
+        self._flush_files(self._in_time.within(deadline - time.monotonic()))
         if self._has_record:
             self.records.store(self.generation)
         self._persisted = replace(self._record, placement=placement.copy())
@@ -260,14 +265,18 @@ class StateStore:
         if whole:
             assert persisted is not None
             self._record = self._stored = persisted
+            if not self._has_record:
+                with suppress(StorageError):
+                    self.records.complete_end()
             return
         # Should the record stay, it names places that are written to again, and recovery takes the generation before.
         with suppress(StorageError):
             if self._has_record:
                 self.records.withdraw()
+        numbered, self._record = self._record, self._unnumbered
         with suppress(StorageError):
             inside, path = self._folders[0].inside, self._folders[0].path / COMMIT_NAME
-            self._in_time("Erasing the commit record", path, erase_record, inside, self._record, flush=False)
+            self._in_time("Erasing the commit record", path, erase_record, inside, numbered, flush=False)
 
     def begin_renewal(self) -> None:
         """Choose the number for :meth:`renew_record`, on all ranks together."""
@@ -416,8 +425,8 @@ class StateStore:
 
     @property
     def can_revert(self) -> bool:
-        """Whether a commit keeps the generation before."""
-        return self.extents.places_per_tasklet > 1 and not self.writes_back
+        """Whether a commit keeps the generation before, unless it changed state that is in memory only."""
+        return self.extents.places_per_tasklet > 1
 
     def lose(self, error: BaseException) -> None:
         """Refuse all later generations: a change of state that is written back has failed half-way."""
@@ -434,6 +443,8 @@ class StateStore:
         assert self._previous is not None and self.can_revert
         reverted, self._record = self._record, self._previous
         self._previous = None
+        if self.writes_back:  # nothing was written
+            return
         self._stored = self._record
         self._forget(reverted, flush=self.manifest.durability == "power")
 
@@ -528,10 +539,10 @@ class StateStore:
             folder.close(remove=remove)
         self._folders = ()
 
-    def _flush_files(self) -> None:
+    def _flush_files(self, in_time: LimitedCalls | None = None) -> None:
         for file in self.files:
             with storage_errors("Flushing", file.path):
-                self._in_time("Flushing", Path(file.path), file.sync)
+                (in_time or self._in_time)("Flushing", Path(file.path), file.sync)
 
     def _write_record(self, record: CommitRecord, *, flush: bool) -> int:
         inside, job, path = self._folders[0].inside, self.manifest.job, self._folders[0].path / COMMIT_NAME
