@@ -7,12 +7,13 @@ belongs to no record, from which no training resumes. A second signal is never h
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["HeldSignals", "end_on_sigterm"]
+__all__ = ["HeldSignals", "behind_held", "dies_of_sigterm", "end_on_sigterm"]
 
 
 class HeldSignals:
@@ -61,11 +62,16 @@ class _Handler:
     """A signal handler in front of another one."""
 
     def __init__(self, before: Callable[[int, FrameType | None], Any], held: HeldSignals | None = None) -> None:
-        self._before, self.held = before, held
+        self.before, self.held = before, held
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
-        if self.held is None or not self.held.takes(lambda: self._before(number, None)):
-            self._before(number, frame)
+        if self.held is None or not self.held.takes(lambda: self.before(number, None)):
+            self.before(number, frame)
+
+
+def behind_held(handler: Any) -> Any:
+    """Return the handler in front of which :meth:`HeldSignals.hold` has put its own, or the handler itself."""
+    return handler.before if isinstance(handler, _Handler) else handler
 
 
 def end_on_sigterm() -> None:
@@ -75,5 +81,13 @@ def end_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, _Handler(_exit))
 
 
+def dies_of_sigterm() -> None:
+    """Undo :func:`end_on_sigterm`."""
+    handler = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and isinstance(handler, _Handler) and handler.before is _exit:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    sys.exit(128 + number)  # which exit handlers notice

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lightning_smartinfinity.common.interrupts import dies_of_sigterm, end_on_sigterm
 from lightning_smartinfinity.common.last_error import notice_exit
 from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.resume.record_content import content_of, read_content
@@ -170,11 +171,14 @@ class FitRecord:
 
     Attributes:
         loop_keys: Keys that the loop's part of a record needs.
+        ends_on_sigterm: Whether SIGTERM ends the training like an error, so that state in memory is written; if not,
+            the loop does so itself.
         calls, automatic: As passed.
         resumes: Whether the training that is being set up resumes from the state that an interrupted one has left.
     """
 
     loop_keys: frozenset[str] = frozenset()
+    ends_on_sigterm = True
 
     def __init__(self, calls: UserCalls, *, gap: str, automatic: bool) -> None:
         self.calls, self._gap, self.automatic = calls, gap, automatic
@@ -227,6 +231,11 @@ class FitRecord:
         if transfer.is_resumable:
             notice_exit()
             self._writer = RecordWriter(engine, gap=self._gap)
+            from lightning_smartinfinity.zero3.ranks.watchdog import hear_sigterm
+
+            if self.ends_on_sigterm and engine.optimizer.rank_state.writes_back:
+                end_on_sigterm()
+                hear_sigterm()
         elif says and transfer.keep is not False:
             _log.warning(
                 "An interrupted training cannot be resumed from storage here: durability=%r leaves its state half "
@@ -351,6 +360,8 @@ class FitRecord:
     def end(self) -> None:
         """Record no longer."""
         self._writer = None
+        if self.ends_on_sigterm:
+            dies_of_sigterm()
 
 
 def _restore(engine: SmartInfinityEngine, *, frozen: int) -> ClientState:

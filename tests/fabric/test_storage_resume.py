@@ -17,6 +17,7 @@ from lightning_smartinfinity.errors import CheckpointError, ConfigError, Storage
 from tests.fabric.storage_worker import FabricRun, launch
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.attacks import Attack
+from tests.helpers.streamed_state import DEFAULTS
 from tests.training.storage_worker import end_of, steps_of
 from tests.training.test_loop_exceptions import stores
 
@@ -101,6 +102,21 @@ def test_another_number_of_processes(tmp_path: Path) -> None:
         assert [ours[step] for step in (4, 5)] == [theirs[step] for step in (4, 5)]
         assert end_of(folder, rank) == end_of(other, rank)
     assert stores(folder / "storage") == []
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_state_in_memory_is_written_at_an_end(overlap: str, tmp_path: Path) -> None:
+    """An error loses no step, and SIGTERM between a step and its record ends the loop after that record."""
+    straight, broken = (str(tmp_path / name) for name in ("straight", "broken"))
+    assert launch(FabricRun(straight))[0] == 0
+    settings: dict[str, Any] = {"options": {"overlap": overlap, "transfer": DEFAULTS}}
+    code, output = launch(FabricRun(broken, fail_step=3, **settings))
+    assert code == 1 and "its state stays in" in output
+    code, output = launch(FabricRun(broken, term_step=5, resume=True, **settings))
+    assert code == 128 + signal.SIGTERM and "its state stays in" in output
+    assert launch(FabricRun(broken, resume=True, **settings))[0] == 0
+    of_straight, of_broken = (Path(out, "steps-0.txt").read_text() for out in (straight, broken))
+    assert of_broken == of_straight and end_of(Path(broken)) == end_of(Path(straight))
 
 
 @pytest.mark.long

@@ -116,7 +116,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-AT_INTERVALS: dict[str, Any] = {"trainer": {"val_check_interval": 3}, **WIDE}
+AT_INTERVALS: dict[str, Any] = {"trainer": {"val_check_interval": 3}, "module": {"width": 128, "draws": True}}
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +139,8 @@ def straight_with_validations(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("interrupt at validation", 6, "forward", {"dram_cache_bytes": 100_000}),
         ("error at validation", 3, "none", {}),
         ("term at validation", 6, "backward", {}),
+        ("ctrl-c at update", 5, "none", {}),
+        ("ctrl-c at update", 8, "forward", {"dram_cache_bytes": 100_000}),
         ("error at epoch end", 6, "none", {}),
     ],
 )
@@ -154,6 +156,19 @@ def test_no_end_loses_a_step(
     assert_resumes(tmp_path, straight_with_validations, **settings)
     numbers = [int(line.split()[0]) for line in (tmp_path / "steps-0.txt").read_text().splitlines()]
     assert numbers == [*range(1, 19)]
+
+
+@pytest.mark.long
+def test_ctrl_c_on_two_ranks(tmp_path: Path) -> None:
+    """With state in memory, all ranks end after the same batch, and lose nothing."""
+    settings = {**AT_INTERVALS, "devices": 2, "options": {"overlap": "none"}}
+    run(tmp_path / "straight", **settings, ends=0)
+    settings["transfer"] = DEFAULTS
+    _, output = run(tmp_path / "broken", kill_at="ctrl-c at update", kill_step=5, **settings)
+    assert "could not be written" not in output and output.count("its state stays in") == 1, output[-4000:]
+    assert_resumes(tmp_path / "broken", tmp_path / "straight", **settings)
+    lines = (tmp_path / "broken" / "steps-1.txt").read_text().splitlines()
+    assert [int(line.split()[0]) for line in lines] == [*range(1, 10)]
 
 
 def test_one_script_is_its_own_restart(straight: Path, tmp_path: Path, attack: Attack) -> None:

@@ -62,6 +62,7 @@ class TrainerFitRecord(FitRecord):
     """
 
     loop_keys = TRAINER_KEYS
+    ends_on_sigterm = False  # Lightning ends the fit after the batch
 
     def __init__(self) -> None:
         super().__init__(
@@ -301,25 +302,21 @@ class TrainerFitRecord(FitRecord):
     def _record_before_validation(self) -> None:
         """Make a record after a batch, before its validation, if no earlier state could be resumed from."""
         if self.is_behind:
-            self.record_moment(
-                self._described_loop(Following.BATCH_END),
-                step=self._trainer.global_step,
-                moment=Following.BATCH_END.value,
-            )
+            loop = self._described_loop(Following.BATCH_END)
+            self.record_moment(loop, step=self._trainer.global_step, moment=Following.BATCH_END.value)
 
     def record_moment_of_end(self) -> None:
         """Make a record of this moment if state in memory is ahead of the last one, since the fit is ending or saves.
 
-        Within a batch there is nothing to record: the batch would be repeated, and its step taken twice.
+        Within a batch there is nothing to record: the batch would be repeated, and its step taken twice. Nor is there
+        within a scheduler's step. What follows is otherwise the end of the batch: after that it has its record.
         """
-        fit_loop: Any = self._trainer.fit_loop
-        batch = fit_loop.epoch_loop.batch_progress.current
-        if not self.is_behind or batch.ready != batch.processed:
+        epoch_loop: Any = self._trainer.fit_loop.epoch_loop
+        batch, schedulers = epoch_loop.batch_progress.current, epoch_loop.scheduler_progress.current
+        if not self.is_behind or batch.ready != batch.processed or schedulers.ready != schedulers.completed:
             return
-        point = self._at_end or self._point(self._random_now())
-        follows = point[_POINT]["follows"]
-        loop = self._described_loop(Following(follows), point)
-        self.record_moment(loop, step=self._trainer.global_step, moment=follows)
+        loop = self._described_loop(Following.BATCH_END, self._at_end or self._point(self._random_now()))
+        self.record_moment(loop, step=self._trainer.global_step, moment=Following.BATCH_END.value)
 
     def record_index(self) -> None:
         """Rewrite the last record with the present index, before a save; make a record if state is ahead of it."""
