@@ -66,6 +66,10 @@ JOB_NAME = Rule(
 """Rule for ``TransferConfig(job=...)``. Folders with other names belong to no job."""
 
 
+INTERVAL_SHARE = 20
+"""State in memory is written to storage for at most one part in so many of the training's time."""
+
+
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
@@ -110,7 +114,7 @@ class TransferConfig:
             ``"power"`` (also after a power loss: every step flushes the device) or ``"none"`` (one place for each
             tasklet, and state in host memory is never written: training resumes from checkpoints only).
         persist_every: With ``durability="interval"``, how often state in host memory is written to storage: a number of
-            optimizer steps, or a time such as ``"10min"`` or ``"90s"``. A time is extended so that writing takes at
+            optimizer steps, or a time such as ``"10min"`` or ``"90s"``. Either is extended so that writing takes at
             most a twentieth of the training's time.
         flush_timeout: Seconds that writing state in host memory to storage may take when a training is interrupted, by
             an error, Ctrl-C or SIGTERM. State that needs longer is not written, and the training resumes from the

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+import threading
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +17,16 @@ import pytest
 import torch.distributed as dist
 
 from lightning_smartinfinity.cli.main import main
-from lightning_smartinfinity.errors import CheckpointError, StorageFullError
+from lightning_smartinfinity.errors import CheckpointError, StorageError, StorageFullError, StorageTimeoutError
 from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit
+from lightning_smartinfinity.settings import transfer
 from lightning_smartinfinity.storage import find_resumable
+from lightning_smartinfinity.storage.io.files import LimitedCalls
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
+from lightning_smartinfinity.storage.state.capacities import Capacities
 from lightning_smartinfinity.storage.state.parts import point_of
 from lightning_smartinfinity.storage.state.state_store import StateStore
+from lightning_smartinfinity.zero3.optimizer.persistence import Persistence
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup import open_storage
 from lightning_smartinfinity.zero3.setup.reopening import newest_common
@@ -113,17 +120,18 @@ def test_how_an_interrupted_training_ends(
 
 
 def test_a_write_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The training goes on, and one warning names what a kill would lose; the next write makes up for it.
+    """The training goes on, and a warning names what a kill would lose; the next write makes up for it.
 
     A failed write leaves no record, also if it was the first one.
     """
     caplog.set_level("INFO")
     persist, num_calls, steps, left = StateStore.persist, 0, list[int | None](), list[int]()
+    recorded = []
 
-    def fails(store: StateStore, placement: Any) -> None:
+    def fails(store: StateStore, placement: Any, **limit: float) -> None:
         nonlocal num_calls
         num_calls += 1
-        persist(store, placement)
+        persist(store, placement, **limit)
         if num_calls in (1, 3, 4):
             raise StorageFullError("The disk is full.", "Free space.")
 
@@ -141,10 +149,19 @@ def test_a_write_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
             max_steps=7,
             overlap="none",
             transfer={**DEFAULTS, "persist_every": 1},
-            callbacks=[does(on_train_batch_end=look)],
+            callbacks=[
+                does(
+                    on_train_batch_end=look,
+                    on_train_batch_start=lambda trainer, _: recorded.append(is_recorded(trainer)),
+                )
+            ],
         ).strategy.close()  # type: ignore[attr-defined]
     told = [str(each.message) for each in warned if "could not be written to storage" in str(each.message)]
-    assert len(told) == 1 and "The training goes on. A kill would lose all of the training." in told[0]
+    assert [each.partition("A kill would lose ")[2] for each in told] == [
+        "all of the training.",
+        "all steps after step 2.",
+    ]
+    assert all(recorded), "a failed write gives the generation its number back"
     assert "its share of what is free, except for a quarter" in caplog.text
     assert (steps, left) == ([None, None, 2, 2, 2, 5, 6], [0, 0, 1, 1, 1, 2, 2])
 
@@ -193,3 +210,105 @@ def steps_stored(root: Path) -> list[int | None]:
 def test_ranks_of_which_one_has_no_memory(tmp_path: Path) -> None:
     """All ranks write after the same steps."""
     assert on_ranks(steps_stored, tmp_path) == [[None, None, None, 2, 2, 4]] * 2
+
+
+def is_recorded(trainer: Any) -> bool:
+    return bool(trainer.strategy.optimizers[0].rank_state.handler.is_recorded)
+
+
+def test_records_that_end(tmp_path: Path) -> None:
+    """When no record can be made any more, the generation on storage keeps its own, and an error leaves both."""
+
+    class Held(pl.Callback):
+        held: object = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"held": self.held}
+
+        def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+            self.held = threading.Lock() if trainer.global_step >= 4 else 0
+            if trainer.global_step == 7:
+                raise RuntimeError("by a test")
+
+    trainer = quiet_trainer(
+        tmp_path,
+        max_steps=9,
+        overlap="none",
+        transfer={**DEFAULTS, "persist_every": 2},
+        callbacks=[Held()],
+        num_sanity_val_steps=0,
+    )
+    with (
+        pytest.warns(UserWarning, match="a training record cannot hold") as warned,
+        pytest.raises(RuntimeError, match="by a test"),
+    ):
+        trainer.fit(LitTiny(Recipe()))
+    told = [str(each.message) for each in warned]
+    assert any("the training resumes after step 4: no more training records were made" in each for each in told)
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    _, records = find_resumable([tmp_path / "storage"], job="default", rank=0)
+    assert [record.step for record in records] == [4, 2]
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(2, [1, 3, 22, 24]), (30.0, [2, 5, 24, 27])])
+def test_a_slow_disk_makes_the_interval_longer(
+    interval: int | float, steps: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes at most its share of the time, also if the interval is in steps; a fast write ends the pause."""
+    monkeypatch.setattr(transfer, "INTERVAL_SHARE", 20)
+    now, written, seconds = 0.0, list[int](), [0.0, 10.0, 0.0, 0.0]
+
+    def persist(**_: Any) -> None:
+        nonlocal now
+        now += seconds[len(written)]
+        written.append(step)
+
+    handler = mock.Mock(writes_back=True, is_pinned=False, is_stored=False, persist=persist)
+    rank_state = mock.Mock(handler=handler, writes_back=False)
+    with (
+        mock.patch.object(dist, "get_rank", return_value=0),
+        mock.patch.object(dist, "get_world_size", return_value=1),
+    ):
+        persistence = Persistence(rank_state, interval=interval, group=None, clock=lambda: now)
+        for step in range(40):  # noqa: B007
+            now += 10.0
+            persistence.agree(persistence.vote())
+            if len(written) < len(seconds):
+                persistence.write()
+    assert written == steps
+    assert (
+        caplog.text.count("State in host memory took 10.0 s to be written to storage, so this is done every 190") == 1
+    )
+
+
+def test_a_flush_has_a_limit(tmp_path: Path) -> None:
+    """A file that is not flushed by the deadline is given up, though its disk would answer some time."""
+    calls = LimitedCalls([], seconds=60.0)
+    assert calls.within(math.inf) is calls
+    with pytest.raises(StorageTimeoutError, match=r"Flushing .* did not return within 0.2 s"):
+        calls.within(0.2)("Flushing", tmp_path / "state.bin", time.sleep, 2)
+
+
+def test_storage_without_room_for_a_third_place(tmp_path: Path) -> None:
+    """Then all state is written in every step, and a warning says so; another failure of the disk ends the set-up."""
+    stored = []
+
+    def look(trainer: Any, module: Any) -> None:
+        handler = trainer.strategy.optimizers[0].rank_state.handler
+        stored.append((handler.num_resident > 0, handler.writes_back, handler.training.step))
+
+    def fit_with(error: Exception) -> None:
+        with mock.patch.object(Capacities, "make_room", side_effect=error):
+            fit(
+                LitTiny(Recipe()),
+                tmp_path,
+                overlap="none",
+                transfer=DEFAULTS,
+                callbacks=[does(on_train_batch_start=look)],
+            ).strategy.close()  # type: ignore[attr-defined]
+
+    with pytest.warns(UserWarning, match="works as 'step'.* no room for a third place of state. The disk is full"):
+        fit_with(StorageFullError("The disk is full.", "Free space."))
+    assert stored == [(True, False, step) for step in range(3)]
+    with pytest.raises(StorageError, match="The disk is broken"):
+        fit_with(StorageError("The disk is broken.", "Mend it."))

@@ -7,6 +7,7 @@ its training record, and an interrupted training resumes from it. All ranks writ
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -19,19 +20,22 @@ from torch.distributed import ProcessGroup
 from lightning_smartinfinity.errors import SmartInfinityError, StorageFullError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.settings import TransferConfig
+from lightning_smartinfinity.settings import transfer as transfer_settings
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from lightning_smartinfinity.zero3.ranks.collectives import (
+    all_come,
     failing_together,
     gather,
     raising_together,
     sum_over_ranks,
+    writing_group,
 )
 
 __all__ = ["Persistence", "begin_write_back"]
 
 _log = logging.getLogger(__name__)
 
-_SHARE = 20  # writing takes at most one part in so many of the training's time
+_GRACE = 5.0  # seconds that a rank may get Ctrl-C later than another one
 
 
 def begin_write_back(handler: TransferHandler, transfer: TransferConfig, group: ProcessGroup | None) -> None:
@@ -92,7 +96,9 @@ class Persistence:
         self._since = clock()
         self._pause = 0.0  # seconds between two writes, so that writing takes its share of the time at most
         self._is_due = False
-        self._has_warned = False
+        self._has_warned = self._has_stretched = False
+        several = rank_state.writes_back and dist.get_world_size(group) > 1
+        self._writing_group = writing_group(rank_state.keeping.flush_timeout + _GRACE) if several else None
 
     def vote(self) -> float:
         """Return this rank's summand for :meth:`agree`, once in each step."""
@@ -108,9 +114,12 @@ class Persistence:
         self._is_due = self._is_due or votes > 0
 
     def _time_has_come(self) -> bool:
-        if isinstance(self._interval, int):
-            return self._num_steps >= self._interval
-        return self._interval is not None and self._clock() - self._since >= max(self._interval, self._pause)
+        passed = self._clock() - self._since
+        if self._interval is None or (self._num_steps if isinstance(self._interval, int) else passed) < self._interval:
+            return False
+        if passed < self._pause:
+            self._warn_of_pause()
+        return passed >= self._pause
 
     def write(self, *, now: bool = False) -> bool:
         """Write the current generation, if it is due and its training record was made. Collective.
@@ -131,7 +140,7 @@ class Persistence:
             return True
         if not (now or self._is_due) or not handler.may_persist:
             return False
-        is_ready = handler.is_recorded or handler.training is None
+        is_ready = handler.is_recorded or (handler.training is None and self._rank_state.keeping.off is None)
         if sum_over_ranks(float(not is_ready), self._group) > 0:
             return False
         begun = self._clock()
@@ -139,9 +148,20 @@ class Persistence:
             handler.persist(together=partial(failing_together, self._group))
         except SmartInfinityError as error:
             self._warn(error)
+        else:
+            self._has_warned = False
         self._is_due, self._num_steps, self._since = False, 0, self._clock()
-        self._stretch(self._since - begun)
+        self._pause = (transfer_settings.INTERVAL_SHARE - 1) * (self._since - begun)
         return handler.is_stored
+
+    def end_alone(self) -> None:
+        """Write state in memory after an error has ended the training. Not collective, except after Ctrl-C.
+
+        After Ctrl-C the launcher kills all other ranks as soon as rank 0 has ended: it awaits them.
+        """
+        self._rank_state.write()
+        if self._writing_group is not None and isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            all_come(0, self._writing_group)
 
     def _renew(self, handler: TransferHandler) -> None:
         """Replace a provisional record on storage if the record of the step was made since. Collective."""
@@ -150,17 +170,18 @@ class Persistence:
         with suppress(SmartInfinityError):  # the provisional record stays
             handler.renew_record(together=partial(failing_together, self._group))
 
-    def _stretch(self, seconds: float) -> None:
-        pause = (_SHARE - 1) * seconds
-        if isinstance(self._interval, float) and pause > self._interval > self._pause:
-            _log.warning(
-                "State in host memory took %.1f s to be written to storage, so this is done every %.0f s instead of "
-                "every %.0f s: an interrupted training may lose that much.",
-                seconds,
-                pause,
-                self._interval,
-            )
-        self._pause = max(self._pause, pause) if seconds else self._pause
+    def _warn_of_pause(self) -> None:
+        if self._has_stretched:
+            return
+        self._has_stretched = True
+        asked = f"{self._interval} steps" if isinstance(self._interval, int) else f"{self._interval:.0f} s"
+        _log.warning(
+            "State in host memory took %.1f s to be written to storage, so this is done every %.0f s instead of every "
+            "%s: an interrupted training may lose that much.",
+            self._pause / (transfer_settings.INTERVAL_SHARE - 1),
+            self._pause,
+            asked,
+        )
 
     def _warn(self, error: SmartInfinityError) -> None:
         if self._has_warned:

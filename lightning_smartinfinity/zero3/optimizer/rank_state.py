@@ -122,6 +122,8 @@ class Keeping:
             return "a checkpoint was still being saved from the state that is on storage."
         if not handler.may_persist:
             return "a step was still in progress."
+        if self.off is not None and self.resumable and not self.completed:
+            return f"no more training records were made: {self.off}"
         if handler.is_recorded or handler.training is None or self.completed:
             return None
         return "the training ended after a step and before the training record of that step."
@@ -258,6 +260,8 @@ class RankState:
         record = None if self._handler is None else self._handler.training
         has_record = record is not None and record.has_steps
         self.keeping.agree(has_record=has_record, num_failed=num_failed, num_off=num_off)
+        if num_off and self.writes_back:  # the generation on storage has its record, until the next one is there
+            self.keeping.resumable = self.handler.is_resumable
         if num_off and self._handler is not None and not self._records_ended:
             self._records_ended = True
             self.keeping.off = next(filter(None, gather(self.keeping.off, group)))

@@ -172,7 +172,7 @@ class UpdateInFlight:
                     warn_of_rolled_back_step(error)
                 else:
                     self._end()
-            self._rank_state.write()
+            self._persistence.end_alone()
 
     def is_untouched(self, param: ZeroParameter) -> bool:
         """Return whether the parameter is in the step in flight and was not requested since; the same on all ranks."""
