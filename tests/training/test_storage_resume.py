@@ -203,6 +203,7 @@ def test_an_error_after_the_fit(when: str, straight: Path, tmp_path: Path) -> No
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 WHERE: dict[str, dict[str, Any]] = {
     "parameters on storage": {"options": {"zero": NVME}},
+    "parameters on storage, at an interval": {"options": {"zero": NVME}, "transfer": {**DEFAULTS, "persist_every": 3}},
     "DRAM tier": {"transfer": {"dram_cache_bytes": 100_000}},
     "written at an interval": {"transfer": {**DEFAULTS, "persist_every": 3}},
     "some written at an interval": {"transfer": {**DEFAULTS, "persist_every": 2, "dram_cache_bytes": 100_000}},
@@ -215,6 +216,7 @@ WHERE: dict[str, dict[str, Any]] = {
 USUAL = {
     ("parameters on storage", "int8_remainder", "forward", 1),
     ("written at an interval", "fp32", "none", 1),
+    ("parameters on storage, at an interval", "int8_remainder", "forward", 1),
     ("some written at an interval", "bf16", "backward", 2),
 }
 

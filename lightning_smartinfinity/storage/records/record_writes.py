@@ -271,7 +271,8 @@ class TrainingRecords:
             )
             self.current, self._before = self._before, None
             self.stored = self.current
-        if self._last_number is not None and self._last_generation > generation:
+        # While records are held, none is written before its generation is committed.
+        if not self.holds and self._last_number is not None and self._last_generation > generation:
             # Skip a number: the next record then replaces the erased one, and not the one before, which is now needed.
             self._last_number += 1
             self._last_generation = generation

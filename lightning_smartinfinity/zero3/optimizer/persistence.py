@@ -17,7 +17,7 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightning_smartinfinity.errors import SmartInfinityError, StorageFullError
+from lightning_smartinfinity.errors import RankLostError, SmartInfinityError, StorageError, StorageFullError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings import transfer as transfer_settings
@@ -146,6 +146,8 @@ class Persistence:
         begun = self._clock()
         try:
             handler.persist(together=partial(failing_together, self._group))
+        except RankLostError:
+            raise
         except SmartInfinityError as error:
             self._warn(error)
         else:
@@ -167,7 +169,7 @@ class Persistence:
         """Replace a provisional record on storage if the record of the step was made since. Collective."""
         if not handler.stores_provisional or sum_over_ranks(float(not handler.is_fully_recorded), self._group) > 0:
             return
-        with suppress(SmartInfinityError):  # the provisional record stays
+        with suppress(StorageError):  # the provisional record stays
             handler.renew_record(together=partial(failing_together, self._group))
 
     def _warn_of_pause(self) -> None:
