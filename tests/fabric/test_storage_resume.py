@@ -144,7 +144,8 @@ def test_an_error_within_a_speculative_update(records: bool, tmp_path: Path) -> 
                 fabric.strategy.record({"model": model, "optimizer": optimizer, "step": step})
     except RuntimeError:
         assert optimizer.engine.optimizer.speculation.on
-        fabric.strategy.close()
+        close: Any = fabric.strategy._closed_at_exit[1] if records else fabric.strategy.close
+        close()  # one of them as the interpreter does at its exit
     store = recover_store([tmp_path / "storage"])
     assert store.steps.tolist() == [4] * 4
     store.close(remove=False)
