@@ -171,6 +171,22 @@ def test_ctrl_c_on_two_ranks(tmp_path: Path) -> None:
     assert [int(line.split()[0]) for line in lines] == [*range(1, 10)]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "step", "lost"),
+    [("error at batch start", 4, 0), ("error at validation", 6, 0), ("error at saved batch end", 5, 1)],
+)
+def test_an_error_on_one_of_two_ranks(how: str, step: int, lost: int, tmp_path: Path) -> None:
+    """Each rank writes on its own. If they end at different moments, they resume from what all wrote before."""
+    settings = {**AT_INTERVALS, "devices": 2, "options": {"overlap": "forward", "watchdog_timeout": 5}}
+    run(tmp_path / "straight", **settings, ends=0)
+    settings["transfer"] = {**DEFAULTS, "persist_every": 2}
+    run(tmp_path / "broken", kill_at=how, kill_step=step, kill_rank=1, **settings)
+    assert_resumes(tmp_path / "broken", tmp_path / "straight", **settings)
+    lines = (tmp_path / "broken" / "steps-0.txt").read_text().splitlines()
+    assert [int(line.split()[0]) for line in lines] == [*range(1, step + 1), *range(step + 1 - lost, 10)]
+
+
 def test_one_script_is_its_own_restart(straight: Path, tmp_path: Path, attack: Attack) -> None:
     """The same command begins, resumes after kills and a signal, and ends as one that nothing interrupted."""
     attack("kill or SIGTERM of a script with ckpt_path='storage-or-new'", tries=3, outcome="resumed to the bit")
