@@ -22,7 +22,7 @@ export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONHOME
 
-# Bytecode is left to the first import (which has to be allowed to keep it): most of what comes is never imported.
+# Bytecode is left to the first import (which must be allowed to keep it): most of what comes is never imported.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints-dev.txt $(PIP_OPTIONS)
 BUILD_REQUIREMENTS := scikit-build-core nanobind cmake ninja
@@ -35,12 +35,13 @@ BUILD_INPUTS := CMakeLists.txt pyproject.toml lightning_smartinfinity/__init__.p
 CREATED := $(VENV)/.created
 REQUIREMENTS := $(VENV)/.requirements
 INSTALLED := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 
 # The tests of SmartSSDs: yes, no, or auto: if a file that they depend on changed since BASE (tools/card_tests.py).
 CARDS ?=
 BASE ?=
 
-.PHONY: help setup demo test test-long test-cards test-activations checks lint types contracts unit csim xo format dist clean
+.PHONY: help setup demo test test-long test-cards test-activations checks lint types contracts compile unit csim xo format dist clean
 
 help: ## List the targets; times on two cores
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -77,7 +78,15 @@ test: checks unit ## All checks: lint, types, contracts, tests; of cards if CARD
 
 # At once: mypy, which takes longest, uses one core.
 checks: $(INSTALLED)
-	@$(MAKE) --jobs --output-sync=target lint types contracts
+	@$(MAKE) --jobs --output-sync=target lint types contracts compile
+
+# Once per environment: otherwise each process of the tests would compile all libraries and all tests itself.
+compile: $(COMPILED)
+	@:
+
+$(COMPILED): $(INSTALLED)
+	@told=$$(HF_HUB_OFFLINE=1 python -m pytest --quiet --collect-only) || { echo "$$told"; exit 1; }
+	@touch $@
 
 # Every check prints one line that says what it does, and then nothing but what is wrong.
 lint: $(INSTALLED) ## Style of Python and C++ (ruff, clang-format), what no card could run in kernels (5 s)

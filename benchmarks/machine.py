@@ -7,6 +7,8 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
+from lightning_smartinfinity.common.machine import available_cores
+
 
 def describe(*packages: str) -> str:
     """Return one line: CPU model, cores, memory, kernel, Python and the versions of these packages.
@@ -16,7 +18,7 @@ def describe(*packages: str) -> str:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     parts = [
         cpu_model(),
-        f"{len(os.sched_getaffinity(0))} cores",
+        f"{available_cores()} cores",
         f"{memory / 2**30:.1f} GiB of memory",
         f"Linux {platform.release()}",
         f"Python {platform.python_version()}",

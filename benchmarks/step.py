@@ -43,6 +43,7 @@ from peak_memory import resident, restart_peak, system_io, train_in_memory, zero
 from raw_disk import MIB, IoSettings, RawDisk, all_settings, cpu_seconds
 from training import PARTS, WARMUP, Probe, tokens, train_stock, train_with_package
 
+from lightning_smartinfinity.common.machine import available_cores
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 
 OVERLAPS = ("none", "forward", "backward")
@@ -209,7 +210,7 @@ def summary(of_rounds: list[Figures]) -> Figures:
             merged[key] = max(values) if "peak" in key else statistics.mean(values)
     merged["seconds_of_steps"] = [seconds for figures in of_rounds for seconds in figures["total"]]
     moved = (merged["read_per_parameter"] + merged["written_per_parameter"]) * merged["parameters"]
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     merged["bound"] = max(merged["cpu"] / cores, moved / merged["raw_gb_per_second"] / 1e9)
     merged["of_bound"] = merged["total"] / merged["bound"]
     return merged

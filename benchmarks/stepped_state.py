@@ -64,7 +64,9 @@ class SteppedState:
         named = tuple({"name": parameter.name} for parameter in parameters)
         description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=named)
         store = create_store(list(folders), config=transfer, extents=layout.extents, description=description)
-        host = HostDevice(num_buffers=transfer.num_buffers, io_engine=transfer.io_engine)
+        host = HostDevice(
+            num_buffers=16 if transfer.num_buffers == "auto" else transfer.num_buffers, io_engine=transfer.io_engine
+        )
         device = host if make_device is None else make_device(layout)
         self._store = store
         self.handler = TransferHandler(layout, store, device, rule=rule)

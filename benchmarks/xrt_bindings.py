@@ -147,7 +147,7 @@ def stepped(binding: str, xclbin: Path, folder: Path, numel: int, num_cards: int
 
     def device(layout: PartitionLayout) -> SmartSSDDevice:
         nbytes = 2 * layout.extents.tasklet_numel  # bytes of bf16 parameters
-        ring = CardRing(num_buffers=transfer.num_buffers, gradient_buffer_bytes=nbytes, parameter_bytes=nbytes)
+        ring = CardRing(num_buffers=16, gradient_buffer_bytes=nbytes, parameter_bytes=nbytes)
         return SmartSSDDevice(setup_of(num_cards, xclbin, binding=binding), kernel=kernel_of("AdamW"), ring=ring)
 
     folders = [folder / f"card{number}" for number in range(num_cards)]

@@ -56,14 +56,14 @@ def _announced_findings(spec: str, options: argparse.Namespace) -> Findings:
 
 def _findings(spec: str, options: argparse.Namespace) -> Findings:
     from lightning_smartinfinity.cli.plan_report import Findings
-    from lightning_smartinfinity.planning.automatic import with_cache
+    from lightning_smartinfinity.planning.automatic import with_cache, with_ring
     from lightning_smartinfinity.planning.choice import alternatives, cheapest, make_plan, nearest
     from lightning_smartinfinity.planning.pace import TBW_PER_TB
     from lightning_smartinfinity.planning.survey.models import find_source, survey_model
     from lightning_smartinfinity.planning.survey.resources import survey_resources
 
     resources = given_resources(survey_resources(options.storage), options)
-    training = training_of(options, resources)
+    training = with_ring(training_of(options, resources), resources)
     source = find_source(spec, arguments=options.init_args)
     model = survey_model(source, batch=training.batch, seq=training.seq, in_16_bit=training.item_bytes == 2)
     training = replace(training, checkpointing=training.checkpointing or model.checkpointing)

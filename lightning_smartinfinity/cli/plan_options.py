@@ -192,8 +192,17 @@ def given_resources(found: Resources, options: argparse.Namespace) -> Resources:
     Raises:
         ConfigError: Options contradict each other.
     """
-    names = {"host_memory": options.host_memory, "disk": options.disk, "cores": options.cores}
-    given = {name: value for name, value in names.items() if value is not None}
+    names = {
+        "host_memory": options.host_memory,
+        "disk": options.disk,
+        "cores": options.cores,
+        "num_drives": options.drives,
+    }
+    given: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
+    if options.host_memory is not None:
+        given["kept_free"] = None
+    if options.disk is not None:
+        given["storage_is_memory"] = False
     if options.gpu_memory is not None:
         has_gpu = options.gpu_memory != "none"
         given |= {"gpu_memory": options.gpu_memory if has_gpu else None, "num_gpus": int(has_gpu)}

@@ -12,9 +12,16 @@ if TYPE_CHECKING:
 __all__ = ["python_recipe", "yaml_recipe"]
 
 
-def python_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
-    """Return Python code that creates the Trainer, with the remaining settings in comments."""
-    settings = _strategy_settings(training, storage)
+def python_recipe(training: Training, *, storage: Path, on_gpu: bool, sets_cache: bool = True) -> str:
+    """Return Python code that creates the Trainer, with the remaining settings in comments.
+
+    Args:
+        training: The training.
+        storage: The storage folder.
+        on_gpu: Whether a GPU computes.
+        sets_cache: Whether to set the size of state in memory, which the training otherwise chooses by itself.
+    """
+    settings = _strategy_settings(training, storage, sets_cache=sets_cache)
     codec, arguments = _codec(training)
     names = ", ".join(sorted(filter(None, ("SmartInfinityStrategy", codec))))
     lines = ["import lightning as L", "", f"from lightning_smartinfinity import {names}", ""]
@@ -29,7 +36,7 @@ def python_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
     return "\n".join([*lines, ")"])
 
 
-def yaml_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
+def yaml_recipe(training: Training, *, storage: Path, on_gpu: bool, sets_cache: bool = True) -> str:
     """Return the same settings as the ``trainer`` section of a configuration file of LightningCLI."""
     lines = [f"# {words}" for words in _advice(training)]
     lines += [
@@ -39,7 +46,7 @@ def yaml_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
         "    init_args:",
     ]
     # JSON is YAML, too.
-    settings = _strategy_settings(training, storage)
+    settings = _strategy_settings(training, storage, sets_cache=sets_cache)
     codec, arguments = _codec(training)
     if codec:
         settings["compression"] = {"class_path": f"lightning_smartinfinity.{codec}", "init_args": arguments}
@@ -57,7 +64,7 @@ def _codec(training: Training) -> tuple[str, dict[str, Any]]:
     return "TopK", {"ratio": training.compression}
 
 
-def _strategy_settings(training: Training, storage: Path) -> dict[str, Any]:
+def _strategy_settings(training: Training, storage: Path, *, sets_cache: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {"storage": str(storage), "state_format": training.state_format}
     transfer: dict[str, Any] = {}
     if not training.asynchronous:
@@ -68,10 +75,12 @@ def _strategy_settings(training: Training, storage: Path) -> dict[str, Any]:
         transfer["gradient_bytes"] = training.gradient_budget
     if training.parameter_budget is not None:
         transfer["parameter_bytes"] = training.parameter_budget
-    transfer["dram_cache_bytes"] = training.cache_bytes
+    if sets_cache:
+        transfer["dram_cache_bytes"] = training.cache_bytes
     if training.cache_bytes and training.interval is None:
         transfer["durability"] = "step"
-    settings["transfer"] = transfer
+    if transfer:
+        settings["transfer"] = transfer
     if training.offload_param != "none":
         pinning = {"pin_memory": training.pin_memory} if training.offload_param == "cpu" else {}
         settings["zero"] = {"offload_param": {"device": training.offload_param, **pinning}}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.cli.plan_recipe import python_recipe, yaml_recipe
+from lightning_smartinfinity.planning.automatic import default_cache
 from lightning_smartinfinity.planning.needs import MemoryKind, Need
 from lightning_smartinfinity.planning.needs_table import in_gb, needs_table, what_breaks, what_is_tight
 
@@ -171,15 +172,19 @@ def _without_storage(alternatives: Sequence[Alternative]) -> Iterator[str]:
 
 
 def _recipes(plan: Plan, found: Findings) -> Iterator[str]:
-    storage, on_gpu = found.storage / "smart_infinity", found.resources.on_gpu
+    how: dict[str, Any] = {
+        "storage": found.storage / "smart_infinity",
+        "on_gpu": found.resources.on_gpu,
+        "sets_cache": plan.training.cache_bytes != default_cache(found.model, plan.training, found.resources),
+    }
     yield ""
     yield "Python"
     yield ""
-    yield python_recipe(plan.training, storage=storage, on_gpu=on_gpu)
+    yield python_recipe(plan.training, **how)
     yield ""
     yield "YAML, for LightningCLI (pip install 'jsonargparse[signatures]')"
     yield ""
-    yield yaml_recipe(plan.training, storage=storage, on_gpu=on_gpu)
+    yield yaml_recipe(plan.training, **how)
 
 
 def print_table(findings: Sequence[Findings]) -> None:

@@ -84,6 +84,8 @@ class Traffic(_Counters):
             Transfers of activations are not included in other counters, except ``storage_write_bytes``.
         activation_write_bytes: Tensors saved by forward for backward, written to storage.
         activation_wait_seconds: Time that forward and backward waited for these transfers.
+        gradient_wait_seconds: Time that backward waited because too many gradients were on their way from a GPU to host
+            memory (filled in by the strategy).
         folders: Counters of each storage folder of optimizer state, in the folders' order.
     """
 
@@ -111,6 +113,7 @@ class Traffic(_Counters):
     activation_read_bytes: int = 0
     activation_write_bytes: int = 0
     activation_wait_seconds: float = 0.0
+    gradient_wait_seconds: float = 0.0
     folders: tuple[FolderTraffic, ...] = ()
 
     @classmethod

@@ -46,6 +46,8 @@ class HostDevice(StorageDevice):
         num_buffers: Number of ring buffers (``TransferConfig.num_buffers``).
         io_threads: Number of threads that read and write; ``None`` means four for each file.
         compute_threads: Number of threads that update (``TransferConfig.compute_threads``).
+        resident_memory: Memory that whole extents of resident tasklets fill in this order; if there is none, the device
+            allocates it.
         io_engine: Engine for reads and writes (``TransferConfig.io_engine``).
         io_timeout: Seconds after which a read or write is abandoned (``TransferConfig.io_timeout``).
 
@@ -59,12 +61,14 @@ class HostDevice(StorageDevice):
         num_buffers: int,
         io_threads: int | None = None,
         compute_threads: int = 1,
+        resident_memory: Sequence[native.HostBuffer] = (),
         io_engine: str = "auto",
         io_timeout: float = IO_TIMEOUT,
     ) -> None:
         self._num_buffers = num_buffers
         self._io_threads = io_threads
         self._compute_threads = compute_threads
+        self._resident_memory = resident_memory
         require_io_engine(io_engine)
         self._io_engine = io_engine
         self._timeout_ms = in_milliseconds(io_timeout)
@@ -134,8 +138,10 @@ class HostDevice(StorageDevice):
                 io_engine=self._io_engine,
                 resident_bytes=list(resident_bytes),
                 resident_through=written_through,
+                resident_memory=list(self._resident_memory),
                 timeout_ms=self._timeout_ms,
             )
+        self._resident_memory = ()  # the pipeline frees it when it is closed
 
     def submit(self, batch: native.Batch) -> None:
         if self.pipeline.busy:

@@ -60,8 +60,8 @@ class StepBatches:
         self._master_dtype = master_dtype
         self._window = plan.window
         self._windows: dict[int, native.GradientWindow | None] = {}
-        self._link = plan.link
-        self._points: dict[int, Sequence[native.CudaEvent]] = {}
+        self._link, self._arrived = plan.link, plan.arrived
+        self._points: dict[int, Sequence[native.ReadyPoint]] = {}
         self.last_use = last_use
         # By tasklet index, because the same batch may be made a second time after an interrupt.
         self._sent: dict[int, native.Tasklet] = {}
@@ -94,13 +94,15 @@ class StepBatches:
     def take_gradients(self, tasklets: Sequence[int]) -> None:
         """Record that the step will use the gradients of these tasklets and replace their parameters.
 
-        The host no longer uses either. A CUDA device may still be copying the gradients and using the parameters, so
-        record what it has been given so far. Gradient memory keeps the gradients until the step has used them.
+        The host no longer uses either. Gradients may still be on their way from a CUDA device, which may still use the
+        parameters, so record what it has been given so far. Gradient memory keeps the gradients until the step has used
+        them.
         """
         if self._window is not None:
             self._windows |= {index: self._window(index, self.last_use) for index in tasklets}
-        if self._link is not None:
-            self._points |= dict.fromkeys(tasklets, self._link.points())
+        points = [*(self._link.points() if self._link else ()), *(self._arrived() if self._arrived else ())]
+        if points:
+            self._points |= dict.fromkeys(tasklets, points)
 
     def update(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
         """Make the batch that updates these tasklets, in parts."""
@@ -148,8 +150,8 @@ class StepBatches:
             self._sent |= {tasklet.index: tasklet for tasklet in batch.tasklets}
         return compressed.encoded(batch)
 
-    def _points_of(self, tasklets: Sequence[int]) -> list[native.CudaEvent]:
-        """Return the distinct events that a device records after its work on these tasklets."""
+    def _points_of(self, tasklets: Sequence[int]) -> list[native.ReadyPoint]:
+        """Return the distinct points that must be reached before these tasklets are computed."""
         distinct = {id(points): points for points in map(self._points.get, tasklets) if points is not None}
         return list(chain.from_iterable(distinct.values()))
 

@@ -34,6 +34,8 @@ class StepPlan:
         loss_scale: Loss scale of the gradients; the residual is unscaled.
         window: Returns the gradient window of a tasklet, given its index and whether the update is the gradient's last
             use. None means that all gradients stay in memory.
+        arrived: Returns the points after which the gradients that have been collected so far are in their host memory;
+            None means that they are there already.
         link: Link to the CUDA device that uses the parameters and computes the gradients, asynchronously to the host;
             None means there is none.
         first_uses: int64[num_parameters]: numbers that order the parameters by first use. Tasklets start in the order
@@ -48,5 +50,6 @@ class StepPlan:
     compressed: CompressedGradients | None = None
     loss_scale: float = 1.0
     window: Callable[[int, bool], native.GradientWindow | None] | None = None
+    arrived: Callable[[], Sequence[native.ReadyPoint]] | None = None
     link: Link | None = None
     first_uses: NDArray[np.int64] | None = None

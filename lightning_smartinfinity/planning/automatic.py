@@ -7,8 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 
+from lightning_smartinfinity.pipeline.layout.free_memory import room_for_state
+from lightning_smartinfinity.pipeline.layout.ring import ring_buffers, update_threads
 from lightning_smartinfinity.planning.choice import (
     PINNED_SHARE,
+    TIGHT,
     Plan,
     Resources,
     fits,
@@ -19,16 +22,20 @@ from lightning_smartinfinity.planning.choice import (
     with_pinned,
 )
 from lightning_smartinfinity.planning.model import ModelFigures
-from lightning_smartinfinity.planning.needs import MemoryKind, needs, pinned_partition_bytes, state_bytes
+from lightning_smartinfinity.planning.needs import (
+    MemoryKind,
+    activation_owners,
+    needs,
+    pinned_partition_bytes,
+    state_bytes,
+)
 from lightning_smartinfinity.planning.needs_table import in_gb, needs_table
 from lightning_smartinfinity.planning.pace import Rates, seconds_beside_update
 from lightning_smartinfinity.planning.training import OFFLOADS, Training
 
-__all__ = ["Open", "choose", "plan_in_words", "with_cache"]
+__all__ = ["Open", "choose", "default_cache", "plan_in_words", "with_cache", "with_ring"]
 
 _SMALL_BUCKET = 1024 * 1024
-_LEAST_CACHE = 64 * 10**6  # less is not worth a setting
-_KEPT_FREE = 4  # the cache of state leaves 1/4 of the host's memory free, for the page cache
 _GRAIN = 10**6
 
 
@@ -107,7 +114,7 @@ def _settings(model: ModelFigures, training: Training, open_: Open, *, on_gpu: b
 
 
 def with_cache(model: ModelFigures, training: Training, resources: Resources) -> Training:
-    """Return the training with state in the host memory that it leaves free, except for a quarter of that memory.
+    """Return the training with the state in memory that it keeps by default, or less if not so much fits.
 
     Without room on the disk for third places of the other state, all state is written in every step.
 
@@ -116,17 +123,60 @@ def with_cache(model: ModelFigures, training: Training, resources: Resources) ->
         training: The training without state in memory.
         resources: Resources of the machine.
     """
-    found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
-    # The state is kept in memory once the model is built, and what building took is free again.
-    most = max(need.total for need in found if need.place is MemoryKind.HOST and need.phase != "building")
-    left = resources.host_memory - resources.host_memory // _KEPT_FREE - most
-    whole = state_bytes(model, training)
-    nbytes = min(left // training.processes, whole + _GRAIN - 1) // _GRAIN * _GRAIN
-    if nbytes < min(_LEAST_CACHE, whole):
-        return training
+    free = int(TIGHT * resources.host_memory) - _held(model, training, resources)
+    nbytes = min(default_cache(model, training, resources), max(0, free) // training.processes // _GRAIN * _GRAIN)
     cached = replace(training, cache_bytes=nbytes)
     in_every_step = replace(cached, interval=None)
     return in_every_step if fits(model, in_every_step, resources) and not fits(model, cached, resources) else cached
+
+
+def with_ring(training: Training, resources: Resources) -> Training:
+    """Return the training with the ring that it chooses by default.
+
+    Args:
+        training: The training.
+        resources: Resources of the machine.
+    """
+    cores = resources.cores // training.processes
+    number = ring_buffers(
+        tasklet_bytes=training.tasklet_bytes,
+        threads=update_threads(cores, on_gpu=resources.on_gpu),
+        drives=resources.num_drives,
+        processes=training.processes,
+        margin=resources.margin,
+    )
+    return replace(training, num_buffers=number)
+
+
+def default_cache(model: ModelFigures, training: Training, resources: Resources) -> int:
+    """Return the bytes of state in memory that each process of a training chooses by itself.
+
+    Activations use the memory that this choice leaves free. The result is rounded to megabytes.
+
+    Args:
+        model: The model.
+        training: The training, with any state in memory.
+        resources: Resources of the machine.
+    """
+    if resources.storage_is_memory:
+        return 0
+    beside = 0 if resources.on_gpu else training.processes * sum(activation_owners(model, training).values())
+    room = room_for_state(
+        resources.host_memory,
+        margin=resources.margin,
+        reserved=_held(model, training, resources) - beside,
+        ranks=training.processes,
+    )
+    return min(room, state_bytes(model, training) + _GRAIN - 1) // _GRAIN * _GRAIN
+
+
+def _held(model: ModelFigures, training: Training, resources: Resources) -> int:
+    """Return the host memory of a training beside its state in memory."""
+    # With any state in memory there are more slots.
+    some = replace(training, cache_bytes=1)
+    found = needs(model, some, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
+    # The state is kept in memory once the model is built, and what building took is free again.
+    return max(need.total for need in found if need.place is MemoryKind.HOST and need.phase != "building")
 
 
 def plan_in_words(

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_smartinfinity.common.machine import available_cores
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
-from lightning_smartinfinity.planning.automatic import Open, choose, plan_in_words
+from lightning_smartinfinity.planning.automatic import Open, choose, plan_in_words, with_ring
 from lightning_smartinfinity.planning.choice import Resources
 from lightning_smartinfinity.planning.cost import CompressionResources, gain_of
 from lightning_smartinfinity.planning.model import ModelFigures
@@ -34,6 +35,7 @@ from lightning_smartinfinity.planning.training import BLOCK_SCALED, OPTIMIZERS, 
 from lightning_smartinfinity.settings import PlanConfig, TopK
 from lightning_smartinfinity.settings.smartssd import is_xclbin_named
 from lightning_smartinfinity.settings.strategy import StrategySettings
+from lightning_smartinfinity.storage.io.mounts import num_drives
 from lightning_smartinfinity.zero3 import OffloadSettings
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.setup.deepspeed_config import FOLLOWS_FROM_BUDGET
@@ -148,6 +150,8 @@ def plan_training(settings: StrategySettings, module: nn.Module | None, around: 
         own = _resources(settings, config, module, around)
     resources = _least(own)
     training = replace(training, checkpointing=figures.checkpointing)
+    if settings.transfer.num_buffers == "auto" and not _may_use_cards(settings):
+        training = with_ring(training, resources)
     rates = assumed_rates(on_gpu=around.on_gpu, cores=resources.cores, in_16_bit=training.item_bytes == 2)
     plan = choose(figures, training, resources, rates, open_)
     assumed = [] if config.optimizer or around.optimizer else [f"the optimizer is taken for {training.optimizer}"]
@@ -184,8 +188,7 @@ def _asked(
     is_partitioned = module is not None and any(hasattr(param, "ds_id") for param in module.parameters())
     keys = (*zero, *(offload if isinstance(offload, Mapping) else ()))
     own_buffers = any(key.removeprefix("stage3_") in FOLLOWS_FROM_BUDGET for key in keys)
-    may_use_cards = settings.update_device == "auto" and is_xclbin_named(settings.smartssd)
-    on_cards = settings.update_device == "smartssd" or may_use_cards
+    on_cards = _may_use_cards(settings)
     codec = settings.compression
     share = codec.ratio if isinstance(codec, TopK) else None if codec is None else BLOCK_SCALED
     optimizer = around.optimizer if around.optimizer in OPTIMIZERS else config.optimizer
@@ -212,7 +215,7 @@ def _asked(
         cache_bytes=_given(transfer.dram_cache_bytes) or 0,
         interval=transfer.interval,
         accumulate_in=transfer.accumulate_in,
-        num_buffers=transfer.num_buffers,
+        num_buffers=_given(transfer.num_buffers) or Training.num_buffers,
         tasklet_bytes=transfer.buffer_bytes or Training.tasklet_bytes,
         places=transfer.places_per_tasklet,
         compression=share,
@@ -229,6 +232,11 @@ def _asked(
         state_formats=config.state_formats,
     )
     return training, open_
+
+
+def _may_use_cards(settings: StrategySettings) -> bool:
+    chosen_later = settings.update_device == "auto" and is_xclbin_named(settings.smartssd)
+    return settings.update_device == "smartssd" or chosen_later
 
 
 def _given(size: int | str | None) -> int | None:
@@ -271,9 +279,12 @@ def _resources(
     return replace(
         first,
         host_memory=_given(config.host_memory) or host,
+        kept_free=None if _given(config.host_memory) else first.kept_free,
+        storage_is_memory=any(each.storage_is_memory for each in found),
         disk=_given(config.disk) or disk,
         gpu_memory=gpu if gpu is None else _given(config.gpu_memory) or gpu,
         num_gpus=around.processes if around.on_gpu else 0,
+        num_drives=num_drives(storage),
     )
 
 
@@ -306,10 +317,13 @@ def _least(own: Resources) -> Resources:
     return replace(
         own,
         host_memory=min(each.host_memory for each in seen),
+        kept_free=max((each.kept_free for each in seen if each.kept_free is not None), default=None),
+        storage_is_memory=any(each.storage_is_memory for each in seen),
         disk=min(each.disk for each in seen),
         cores=min(each.cores for each in seen),
         gpu_memory=min(gpus, default=None),
         drive_bytes=min(each.drive_bytes for each in seen),
+        num_drives=max(each.num_drives for each in seen),
     )
 
 
@@ -360,7 +374,7 @@ def warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int, num_processes:
     plan = offload.cards
     resources = CompressionResources(
         num_cards=0 if plan is None else max(1, num_processes * len(plan.cards) // plan.sharers),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=available_cores(),
         num_threads=num_processes * offload.feed_back_threads,
         num_gpus=num_processes if on_gpu else 0,
         route=Route.STORAGE if through_storage else Route.HOST,

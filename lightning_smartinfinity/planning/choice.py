@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 from math import isqrt
 
+from lightning_smartinfinity.pipeline.layout.free_memory import margin_of
 from lightning_smartinfinity.planning.model import ModelFigures
 from lightning_smartinfinity.planning.needs import (
     CUDA_CONTEXT_BYTES,
@@ -62,26 +63,37 @@ class Resources:
 
     Args:
         host_memory: Bytes of host memory that processes may use.
+        kept_free: Bytes of these that state in memory leaves free; None: a quarter.
+        storage_is_memory: Whether the storage folder is in memory, so that no other state is kept there.
         disk: Bytes free on the disk of the storage folder.
         cores: Number of CPU cores.
         gpu_memory: Bytes of each GPU; None if there is no GPU.
         num_gpus: Number of GPUs.
         drive_bytes: Size of the drive in bytes.
+        num_drives: Number of drives that hold the state.
         process_bytes: Host memory of a process before it trains.
     """
 
     host_memory: int
     disk: int
+    kept_free: int | None = None
+    storage_is_memory: bool = False
     cores: int = 1
     gpu_memory: int | None = None
     num_gpus: int = 0
     drive_bytes: int = 0
+    num_drives: int = 1
     process_bytes: int = PROCESS_BYTES
 
     @property
     def on_gpu(self) -> bool:
         """Whether a GPU computes."""
         return self.gpu_memory is not None
+
+    @property
+    def margin(self) -> int:
+        """Bytes of host memory that state in memory leaves free, for activations, page cache and other processes."""
+        return margin_of(self.host_memory) if self.kept_free is None else self.kept_free
 
     def has(self, place: MemoryKind) -> int:
         """Return the available bytes of one kind of memory."""

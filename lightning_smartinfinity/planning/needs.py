@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
+from lightning_smartinfinity.pipeline.layout.gradient_ring import MOST_ON_DEVICE_BYTES, ring_bytes
 from lightning_smartinfinity.pipeline.layout.partition_layout import (
     ParameterSlice,
     PartitionLayout,
@@ -132,6 +133,8 @@ def _gpu_needs(model: ModelFigures, training: Training) -> Iterator[Need]:
     yield Need(place=MemoryKind.GPU, phase="building", owners={**held, "parameter being partitioned": cast})
     held["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
     held["gradient bucket"] = 2 * training.item_bytes * max(training.bucket_numel, model.largest)
+    share = training.item_bytes * _share(model.largest, training)
+    held["gradients on their way"] = min(_bytes_of(model.trained, training), max(MOST_ON_DEVICE_BYTES, share))
     yield Need(place=MemoryKind.GPU, phase="training", owners={**held, **activation_owners(model, training)})
 
 
@@ -245,20 +248,22 @@ def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = Fa
     """Return the host memory of the update in one process, by the purposes of ``strategy.host_bytes``.
 
     With parameters on storage or on a GPU, the ring includes the staging buffer or the slots. With gradients on storage
-    it also includes the memory into which the update reads them, which their budget does not include.
+    it also includes the memory into which the update reads them, which their budget does not include. State in memory
+    has as many slots again.
     """
     layout = layout_of(model.trained, training)
     extents = layout.extents
     ring = training.num_buffers * extents.place_bytes
+    slots = training.num_buffers * (2 if training.cache_bytes else 1)
     if training.offload_param == "nvme":
         ring += _staging_bytes(extents, training, limit=ring)
     elif on_gpu and training.offload_param == "none":
-        ring += training.num_buffers * training.item_bytes * min(extents.tasklet_numel, extents.numel)
+        ring += slots * training.item_bytes * min(extents.tasklet_numel, extents.numel)
     if spilled_gradient_bytes(model, training):
-        ring += training.num_buffers * whole_blocks(
-            training.gradient_itemsize * min(extents.tasklet_numel, extents.numel)
-        )
+        ring += slots * whole_blocks(training.gradient_itemsize * min(extents.tasklet_numel, extents.numel))
     held = {"ring": ring, "gradient_arena": held_gradient_bytes(layout, training)}
+    if on_gpu:
+        held["gradient_ring"] = ring_bytes(training.gradient_itemsize * layout.numel)
     if training.cache_bytes:
         held["state in memory"] = min(training.cache_bytes, state_bytes(model, training))
     if training.payload is None:

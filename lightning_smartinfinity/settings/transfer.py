@@ -82,20 +82,25 @@ class TransferConfig:
             buffer holds as many whole blocks of elements as fit. None: 4 MiB if the host updates, 64 MiB if SmartSSDs
             update.
         num_buffers: Number of ring buffers. The ring uses at most ``num_buffers * tasklet_bytes`` bytes for a model of
-            any size. The update also holds one gradient per parameter of the rank's partition; on a GPU, slots for
-            parameters (with Adam a sixth of the ring in 16 bit, a third in fp32); with parameters on storage, a staging
-            buffer as large as the ring; and the state that ``dram_cache_bytes`` keeps in memory.
+            any size. ``"auto"``: for each drive of the rank's share 64 MiB of buffers, from 8 to 16; one more for each
+            update thread beyond the first; but all rings together take at most 1/32 of the memory of the machine or the
+            container, unless that is less than 8 buffers each. SmartSSDs: 16. Results do not depend on it. The update
+            also holds one gradient per parameter of the rank's partition; on a GPU, slots for parameters (with Adam a
+            sixth of the ring in 16 bit, a third in fp32); with parameters on storage, a staging buffer as large as the
+            ring; and the state that ``dram_cache_bytes`` keeps in memory.
         compute_threads: Number of update threads per rank. More threads help if arithmetic, not storage, is the
             bottleneck, but they use cores that forward and backward need. ``"auto"``: half of the rank's share of the
-            cores if a GPU trains, a quarter if the CPU does; at least 1, at most 8. Results do not depend on it.
+            cores if a GPU trains, a quarter if the CPU does; at least 1, at most 8. Cores beyond the process's affinity
+            mask or the CPU quota of its control groups do not count. Results do not depend on it.
         io_engine: ``"io_uring"`` (registered files and, if the limit on lockable memory allows it, registered buffers:
             the least CPU time), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the
             page cache, whose pages are released at once: for file systems without direct I/O) or ``"auto"`` (io_uring
             if the system allows it, otherwise threads; plain for all folders if any of them lacks direct I/O).
         dram_cache_bytes: Size of the optimizer state per rank that stays in host memory: whole tasklets from the start
             of the partition. ``durability`` decides when they are written to storage. ``"auto"``: the memory free when
-            training begins, minus a quarter of all memory, divided among the ranks of a machine. None: chosen by
-            ``plan``, or ``"auto"`` without a plan; a plan does not change 0. Results do not depend on it.
+            training begins, minus a quarter of all memory, divided among the ranks of a machine; 0 if a storage folder
+            is in memory (tmpfs). None: chosen by ``plan``, or ``"auto"`` without a plan; a plan does not change 0.
+            Results do not depend on it.
         gradient_bytes: Size of the gradients per rank that are held in host memory. Backward writes further gradients
             to storage, and the update reads them from there. ``"auto"``: all gradients, or half of the free memory if
             they do not fit into it. Results do not depend on it.
@@ -141,7 +146,7 @@ class TransferConfig:
     """
 
     tasklet_bytes: int | str | None = None
-    num_buffers: int = 16
+    num_buffers: int | str = "auto"
     compute_threads: int | str = "auto"
     io_engine: str = "auto"
     dram_cache_bytes: int | str | None = None
@@ -166,7 +171,7 @@ class TransferConfig:
         require(
             self,
             tasklet_bytes=optional(num_bytes(_MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES)),
-            num_buffers=NUM_BUFFERS,
+            num_buffers=optional(NUM_BUFFERS, "auto"),
             compute_threads=optional(between(1, MAX_THREADS), "auto"),
             io_engine=one_of("auto", "io_uring", "threads", "plain"),
             dram_cache_bytes=optional(optional(num_bytes(0), "auto")),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.pipeline.layout.ring import DRIVE_BUFFERS
 from lightning_smartinfinity.settings import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.settings.strategy import StrategySettings
 
@@ -64,6 +65,12 @@ class OffloadSettings(StrategySettings):
         """
         recorded = self.records and self.transfer.is_resumable
         return numel if recorded and self.compression is not None and self.compression.keeps_residual else 0
+
+    @property
+    def num_buffers(self) -> int:
+        """``TransferConfig.num_buffers`` as a number; on SmartSSDs, and until it was chosen, that of one drive."""
+        wanted = self.transfer.num_buffers
+        return wanted if isinstance(wanted, int) else DRIVE_BUFFERS
 
     @property
     def tasklet_bytes(self) -> int:

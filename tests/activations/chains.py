@@ -42,9 +42,11 @@ def chain(x: torch.Tensor, length: int = 12) -> torch.Tensor:
     return x.sum()
 
 
-def saved(activations: OffloadedActivations, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an input of one block, and a loss."""
-    x = torch.randn(BLOCK // 4, requires_grad=True)
+def saved(
+    activations: OffloadedActivations, length: int = 12, numel: int = BLOCK // 4
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an input, by default of one block, and a loss."""
+    x = torch.randn(numel, requires_grad=True)
     with activations.forward(x):
         return x, chain(x, length)
 

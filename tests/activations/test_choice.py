@@ -35,8 +35,7 @@ def evicted_entries(profile: Profile, pool: int) -> list[float]:
             begin = max(copied, ready)
             # The pool has what was copied and is not written yet.
             for end in written:
-                in_pool = sum(profile.sizes[other] for other in range(index) if written[other] > begin)
-                if in_pool + size > pool:
+                if sum(profile.sizes[other] for other in range(index) if written[other] > begin) + size > pool:
                     begin = max(begin, end)
             copied = begin + size / profile.copies.out_rate if size <= pool else math.inf
             ready = copied
@@ -79,8 +78,7 @@ def simulated(profile: Profile, pool: int, ahead: int) -> tuple[list[float], lis
         stall = simulated_reads(profile, on_storage, rate=profile.read_rate, read_ahead=ahead)
         if copies is not None:
             waiting = list(reversed(evicted))
-            copied = simulated_reads(profile, waiting, rate=copies.in_rate, read_ahead=copies.ahead_bytes)
-            stall = max(stall, copied)
+            stall = max(stall, simulated_reads(profile, waiting, rate=copies.in_rate, read_ahead=copies.ahead_bytes))
         stalls.append(stall)
         held = [
             sum(sizes[: count + 1]) - sum(sizes[index] for index in evicted if ends[index] <= now and index < count)

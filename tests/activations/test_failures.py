@@ -29,9 +29,8 @@ def test_a_write_that_fails(tmp_path: Path, at: int, number: int, error: type[St
     """Nothing is lost: the tensor stays, nothing more is offloaded, and the failure is told once."""
     with (
         opened(tmp_path, TIGHT, faults={"fail_write_at": at, "errno": number}) as activations,
-        warnings.catch_warnings(record=True) as told,
+        warnings.catch_warnings(record=True, action="always") as told,
     ):
-        warnings.simplefilter("always")
         for _ in range(2):
             before, was_stopped = activations.traffic(), activations._store.writes.stopped
             assert_step_is_right(activations)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,6 @@ def test_the_choice_follows_the_sizes_of_batches(tmp_path: Path, lengths: list[i
                 choices.append(activations.choice)
                 loss = chain(x, length)
             loss.backward()
-            assert activations._last is not None
             activations._last.waited_seconds = 0.0  # whatever else the machine does
     changed = [number - 1 for number in range(1, len(choices)) if choices[number] is not choices[number - 1]]
     assert changed == made_before
@@ -128,12 +128,9 @@ def offloaded_by_step(
         for number in range(steps):
             with activations.forward(x):  # learns from the step before
                 offloaded.append(activations._tuner.plan.offloaded_bytes // x.nbytes)
-                y = x
-                for _ in range(pays + 1 + number % 2 * longer):
-                    y = y.sin()
-            y.sum().backward()
+                loss = chain(x, pays + 1 + number % 2 * longer)
+            loss.backward()
             last = activations._last
-            assert last is not None
             if seconds is not None:
                 last.began = last.first_use = last.held_up_seconds = last.hook_seconds = 0.0
                 last.ended = last.last_use = seconds(last.limit // x.nbytes) / 2
@@ -164,10 +161,17 @@ STEPS: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
+def memory_with(free: int, *, reserved: int) -> MemoryReport:
+    """Return the report of a large machine, most of whose memory holds optimizer state."""
+    limits = {"machine": MemoryLimit(1 << 42, 1 << 42), "group": MemoryLimit(1 << 42, free)}
+    return MemoryReport(machine="", limits=limits, reserved=reserved)
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_less_is_offloaded_where_it_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Where backward waits, or the processor has other work, less is offloaded, and later what was chosen before."""
     monkeypatch.setattr(tuner, "_PATIENCE", 3)
+    monkeypatch.setattr(tuner, "measure_memory", partial(memory_with, 8 * 12 * 4096))
     settings, expected = STEPS[name]
     assert offloaded_by_step(tmp_path, monkeypatch, **settings) == expected
 
@@ -184,24 +188,19 @@ def test_less_is_offloaded_whatever_size_batches_have(tmp_path: Path, monkeypatc
 def test_other_slow_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: set[int]) -> None:
     """Any step may be slow, for reasons unrelated to offloading. Only three in a row are compared."""
     steps = count()
-    offloaded = offloaded_by_step(
+    assert offloaded_by_step(
         tmp_path, monkeypatch, pays=12, steps=11, seconds=lambda planned: 1 + (next(steps) in slow)
-    )
-    assert offloaded == [0, 0, 0, *8 * [12]]
+    ) == [0, 0, 0, *8 * [12]]
 
 
 @pytest.mark.parametrize("reason", ["no memory", "short steps"])
 def test_steps_that_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     """No step keeps everything where that could take more than an eighth of free memory, or would show nothing."""
     free, factor = (8 * 12 * 4096 - 1, 1.0) if reason == "no memory" else (1 << 40, 0.08)
-    total = 1 << 42  # of which a quarter stays free
-    limits = {"machine": MemoryLimit(total, total), "group": MemoryLimit(total, total // 4 + free)}
-    report = MemoryReport(machine="", limits=limits, reserved=0)
-    monkeypatch.setattr(tuner, "measure_memory", lambda *, reserved: report)
-    offloaded = offloaded_by_step(
+    monkeypatch.setattr(tuner, "measure_memory", partial(memory_with, free))
+    assert offloaded_by_step(
         tmp_path, monkeypatch, pays=12, steps=8, seconds=lambda planned: factor * seconds_on_a_busy_processor(planned)
-    )
-    assert offloaded == [0, 0, *6 * [12]]
+    ) == [0, 0, *6 * [12]]
 
 
 # ---- where hooks would only cost time, forwards run without them, and their gradients and errors are the same

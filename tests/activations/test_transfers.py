@@ -119,7 +119,6 @@ def test_what_is_written_and_read(activations: OffloadedActivations, requests: l
     x, loss = saved(activations, 40)
     finish_writes(activations)
     assert {(kind, io_class) for kind, _, io_class in requests} == {("write", IoClass.WRITE_BEHIND)}
-    assert activations._last is not None
     entries = [entry for found in activations._last.entries if (entry := found()) is not None]
     are_in_memory = [entry.memory is not None or entry.is_original for entry in entries]
     assert are_in_memory == sorted(are_in_memory) and 0 < sum(are_in_memory) < len(entries) == 39
@@ -166,8 +165,7 @@ def test_rates_of_storage_that_has_little_to_do(tmp_path: Path) -> None:
     """Only the time of transfers counts: storage that waits for the next tensor is not slow."""
     with opened(tmp_path, everything(host_bytes=3 * NBYTES_OF_PARTS)) as offloaded:
         store = offloaded._store
-        throttle = Throttle(store.files.tensors.core, store.files.tensors._files.files)
-        throttle.bytes_per_second = RATE_OF_PARTS
+        Throttle(store.files.tensors.core, store.files.tensors._files.files).bytes_per_second = RATE_OF_PARTS
         x = torch.ones(NBYTES_OF_PARTS // 4, requires_grad=True)
         y = x
         with offloaded.forward(x):
@@ -219,6 +217,5 @@ def test_storage_that_was_slow(
                     y = (y * 2).sin()
             (finish_writes if offloaded[-1] == 2 else drop_memory)(activations)
             y.sum().backward()
-            assert activations._last is not None
             activations._last.waited_seconds = 1e3 * (is_slow and offloaded[-1] > 2)
     assert offloaded == expected

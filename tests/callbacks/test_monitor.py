@@ -56,6 +56,7 @@ PER_STEP = Traffic(
     compute_seconds=0.25,
     wait_seconds=0.125,
     io_cpu_seconds=0.0625,
+    gradient_wait_seconds=0.5,
 )
 INITIALISATION = Traffic(shared_write_bytes=12_000_000, storage_write_bytes=12_000_000)
 CHECKPOINT = Traffic(shared_read_bytes=9_000_000, wait_seconds=60.0)
@@ -141,17 +142,6 @@ class Line(pl.LightningModule):
 INITIALISATION_TB = 12e6 / 1e12
 
 
-class Seen(pl.Callback):
-    """A callback that keeps the monitor's values after every batch."""
-
-    def __init__(self) -> None:
-        self.values: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        metrics = trainer.callback_metrics
-        self.values.append({name: float(value) for name, value in metrics.items() if name.startswith("io/")})
-
-
 def build(
     tmp_path: Path,
     *,
@@ -159,10 +149,16 @@ def build(
     clock: Clock | None = None,
     skipped_steps: tuple[int, ...] = (),
     **settings: Any,
-) -> tuple[pl.Trainer, StorageTrafficMonitor, Seen]:
+) -> tuple[pl.Trainer, StorageTrafficMonitor, list[dict[str, float]]]:
+    """Return a Trainer, its monitor, and the values that this will have after each batch."""
+    seen: list[dict[str, float]] = []
+
+    def see(trainer: pl.Trainer, *_: Any) -> None:
+        values = trainer.callback_metrics
+        seen.append({name: float(value) for name, value in values.items() if name.startswith("io/")})
+
     monitor = monitor or StorageTrafficMonitor()
     monitor._clock = clock or Clock()
-    seen = Seen()
     options = {
         "max_epochs": 1,
         "log_every_n_steps": 1,
@@ -174,7 +170,7 @@ def build(
         "default_root_dir": tmp_path,
         **settings,
     }
-    callbacks = [monitor, seen, *options.pop("callbacks", [])]
+    callbacks = [monitor, LambdaCallback(on_train_batch_end=see), *options.pop("callbacks", [])]
     return pl.Trainer(strategy=CountingStrategy(skipped_steps), callbacks=callbacks, **options), monitor, seen
 
 
@@ -189,7 +185,7 @@ def test_values_of_one_step(tmp_path: Path) -> None:
     trainer, _, seen = build(tmp_path, monitor=StorageTrafficMonitor(endurance_tbw=1e-3), clock=clock)
     trainer.fit(Line(clock))
     projected = INITIALISATION_TB + 8 * 12_500 / 1e12
-    assert seen.values[0] == pytest.approx(
+    assert seen[0] == pytest.approx(
         {
             "io/shared_read_GB": 12_000 / 1e9,
             "io/shared_write_GB": 14_000 / 1e9,
@@ -201,6 +197,7 @@ def test_values_of_one_step(tmp_path: Path) -> None:
             "io/GBps": 27_500 / 2.0 / 1e9,
             "io/wait_GBps": 27_500 / 0.125 / 1e9,
             "io/wait_s": 0.125,
+            "io/gradient_wait_s": 0.5,
             "io/wait_share": 0.125 / 2.0,
             "io/compute_s": 0.25,
             "io/cpu_s_per_GiB": 0.0625 / 27_500 * 2**30,
@@ -268,13 +265,13 @@ def test_cadence_and_projection(
     monitor = StorageTrafficMonitor(every_n_steps=options.pop("every_n_steps", None))
     trainer, _, seen = build(tmp_path, monitor=monitor, clock=clock, logger=CSVLogger(tmp_path), **options)
     trainer.fit(Line(clock))
-    measured = [index for index, found in enumerate(seen.values) if found]
-    assert measured[0] == first and measured == [*range(first, len(seen.values))]
+    measured = [index for index, found in enumerate(seen) if found]
+    assert measured[0] == first and measured == [*range(first, len(seen))]
     written = INITIALISATION_TB + steps * 12_500 / 1e12
-    assert [seen.values[index]["io/projected_TB"] for index in measured] == pytest.approx([written] * len(measured))
+    assert [seen[index]["io/projected_TB"] for index in measured] == pytest.approx([written] * len(measured))
     assert monitor.summary["io/projected_TB"] == monitor.summary["io/written_TB"] == pytest.approx(written)
     assert {name: monitor.summary[name] for name in values} == pytest.approx(values)
-    assert {name: seen.values[-1][name] for name in values} == pytest.approx(values)
+    assert {name: seen[-1][name] for name in values} == pytest.approx(values)
 
 
 def test_skipped_steps(tmp_path: Path) -> None:
@@ -282,7 +279,7 @@ def test_skipped_steps(tmp_path: Path) -> None:
     trainer, monitor, seen = build(tmp_path, skipped_steps=(0, 5))
     trainer.fit(Line())
     assert_summary(monitor, {"bytes_per_parameter": 27.5, "shared_read_GB": 12_000 / 1e9 * 6 / 8})
-    assert math.isnan(seen.values[0]["io/bytes_per_parameter"]) and seen.values[0]["io/shared_read_GB"] == 0
+    assert math.isnan(seen[0]["io/bytes_per_parameter"]) and seen[0]["io/shared_read_GB"] == 0
 
 
 def test_validation_and_checkpoints_between_steps(tmp_path: Path) -> None:
@@ -321,7 +318,7 @@ def test_totals_continue_after_a_resume(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     resumed, after, seen = build(tmp_path, max_epochs=2)
     resumed.fit(Line(), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
-    assert len(seen.values) == 8 and after.summary["io/shared_read_GB"] == pytest.approx(12_000 / 1e9)
+    assert len(seen) == 8 and after.summary["io/shared_read_GB"] == pytest.approx(12_000 / 1e9)
     for name in ("io/total_shared_write_TB", "io/written_TB", "io/projected_TB"):
         assert after.summary[name] == pytest.approx(2 * monitor.summary[name])
 
@@ -510,37 +507,27 @@ PAGE = 4096
 NUM_STEPS = 6
 
 
-class Witness(pl.Callback):
-    """A callback that records this rank's counters."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, Any] = {}
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        self.seen["traffic"] = dataclasses.asdict(strategy.traffic())
-        self.seen["state_numel"] = strategy.state_numel
-
-
 def train(out: Path, devices: str = "1", resume: str | None = None) -> dict[str, Any]:
-    """Train with the monitor and save a checkpoint; return what this rank saw."""
-    monitor, witness = StorageTrafficMonitor(), Witness()
+    """Train with the monitor and save a checkpoint; return what this rank saw, and its own counters."""
+    monitor = StorageTrafficMonitor()
+    strategy = SmartInfinityStrategy(out / "storage", overlap="none")  # a measurement has all bytes of its steps
     trainer = quiet_trainer(
         out,
-        SmartInfinityStrategy(out / "storage", overlap="none"),  # a measurement has all bytes of its steps
+        strategy,
         devices=int(devices),
         max_steps=12 if resume else 6,
         accumulate_grad_batches=2,
         log_every_n_steps=2,
         val_check_interval=4,
         limit_val_batches=1,
-        callbacks=[witness, monitor],
+        callbacks=[monitor],
         logger=CSVLogger(out, name="logs", version=0),
     )
     recipe = Recipe(precision="bf16-mixed", accumulate=2)
     trainer.fit(LitTiny(recipe), recipe.loader(), recipe.loader(), ckpt_path=resume)
+    traffic = dataclasses.asdict(strategy.traffic())
     trainer.save_checkpoint(out / "saved.ckpt")
-    return {**witness.seen, "summary": monitor.summary}
+    return {"traffic": traffic, "state_numel": strategy.state_numel, "summary": monitor.summary}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,11 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
     def run(*arguments: object, status: int = 0) -> Any:
         capsys.readouterr()
-        assert main([*map(str, arguments)]) == status
+        try:
+            ended: object = main([*map(str, arguments)])
+        except SystemExit as stopped:  # raised by argparse
+            ended = stopped.code
+        assert ended == status
         return capsys.readouterr()
 
     return run

@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_smartinfinity import SmartInfinityStrategy
-from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.cli.plan_recipe import python_recipe, yaml_recipe
 from lightning_smartinfinity.cli.simulation.command import _cases
 from lightning_smartinfinity.cli.simulation.options import add_options
@@ -58,8 +57,7 @@ def test_prints_a_row_for_every_combination(cli: Cli) -> None:
         (size, number, *of) for size, number, of in product(("1e9", "2e9"), "24", wanted)
     }
     assert len(rows) == 12
-    workload = Workload(numel=2 * 10**9, gradients=Dense(2))
-    step = simulate_step(fit(duplex=False).machine(4), workload, System.CARDS)
+    step = simulate_step(fit(duplex=False).machine(4), Workload(numel=2 * 10**9, gradients=Dense(2)), System.CARDS)
     (row,) = [row for row in rows if row[:3] == ("2e9", "4", "smartssd") and row[5] == "none"]
     assert row[-4:] == tuple(f"{part:.2f}" for part in (step.forward, step.backward, step.update, step.step))
 
@@ -72,8 +70,7 @@ def test_memory_of_this_package(simulated: Simulated, cli: Cli) -> None:
     assert "GiB" in title and head.split()[-4:] == ["arena", "ring", "payloads", "residual"]
     listed = [(cells[2], cells[-4], cells[-1]) for cells in map(str.split, lines)]
     assert listed == [("smartssd", "2.00", "0.00"), ("smartssd", "2.00", "4.00"), ("host", "2.00", "0.00")]
-    rows = simulated(*of, "--no-error-feedback")["rows"]
-    held = {(row["system"], row["ratio"]): row["host_bytes"] for row in rows}
+    held = {(row["system"], row["ratio"]): row["host_bytes"] for row in simulated(*of, "--no-error-feedback")["rows"]}
     assert held["su+o", None] == {} and set(held["smartssd", 0.01]) == {"gradient_arena", "ring", "payloads"}
     assert held["smartssd", 0.01]["payloads"] == pytest.approx(0.04 * 2**30, rel=0.01)
     assert held["host", None]["ring"] == pytest.approx(16 * HOST_TASKLET_BYTES, rel=0.01)
@@ -139,8 +136,7 @@ def test_options_reach_the_simulation(simulated: Simulated) -> None:
     assert row("--gpu", "A100")["seconds"]["backward"] < usual["seconds"]["backward"]
     assert row("--duplex")["seconds"]["update"] < usual["seconds"]["update"]
     for optimizer, nbytes in (("sgd", 8), ("rmsprop", 16)):
-        found = row("--optimizer", optimizer)["bytes_per_parameter"]["internal_write"]
-        assert found == pytest.approx(nbytes, rel=0.2)
+        assert row("--optimizer", optimizer)["bytes_per_parameter"]["internal_write"] == pytest.approx(nbytes, rel=0.2)
     fp32 = row("--dtype", "fp32", "--gradient-route", "storage")["bytes_per_parameter"]
     bf16 = usual["bytes_per_parameter"]
     expected = (bf16["internal_read"] * 16 / 12, 2 * bf16["shared_up"])
@@ -191,12 +187,10 @@ RATES = ("--read", "--write", "--kernel", "--channel")
 SWITCHES = {"--duplex", "--error-feedback", "--json", "--plot"}
 
 
-def test_help_says_what_every_option_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_every_option_does(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """Every option has a description and, except for switches, its true default in it."""
     monkeypatch.setenv("COLUMNS", "2000")
-    with pytest.raises(SystemExit):
-        main(["simulate", "--help"])
-    words = dict(re.findall(r"^  (--[\w-]+).*?\s{2,}(\S.*)$", capsys.readouterr().out, re.MULTILINE))
+    words = dict(re.findall(r"^  (--[\w-]+).*?\s{2,}(\S.*)$", cli("simulate", "--help").out, re.MULTILINE))
     assert {f"--{name.replace('_', '-')}" for name in vars(parsed())} == set(words)
     assert all(len(of.split()) > 2 for of in words.values())
     defaults = {option: re.search(r"\(default: ([^)]+)\)$", of) for option, of in words.items()}
@@ -287,10 +281,8 @@ def test_listed_values_that_are_left_out_are_told(cli: Cli) -> None:
         ["--state-formats", "int2"],
     ],
 )
-def test_what_simulate_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["simulate", *arguments])
-    assert arguments[0] in capsys.readouterr().err
+def test_what_simulate_refuses(arguments: list[str], cli: Cli) -> None:
+    assert arguments[0] in cli("simulate", *arguments, status=2).err
 
 
 # ---- smart-infinity plan
@@ -331,6 +323,7 @@ NODES = ["--nodes", "3", "--network", "1GB", "--drives", "2", "--tbw", "100"]
                 "Hours of the training",
                 "SmartInfinityStrategy(",
                 "class_path",
+                "transfer={'dram_cache_bytes': 0}",
             ],
             id="a small model",
         ),
@@ -366,8 +359,13 @@ NODES = ["--nodes", "3", "--network", "1GB", "--drives", "2", "--tbw", "100"]
         ),
         pytest.param(
             ["20M", *MACHINE],
-            ["state in memory 0.2", "transfer={'dram_cache_bytes': 2", '"dram_cache_bytes": 2'],
-            id="state is in memory by default",
+            ["state in memory 0.2", "    state_format='fp32',\n)", '      state_format: "fp32"\n  acc'],
+            id="state is in memory by default, of which the training chooses the size",
+        ),
+        pytest.param(
+            ["20M", *SMALL, "--host-memory", "1.3GB", "--batch", "48"],
+            ["state in memory 0.0", "transfer={'dram_cache_bytes': ", '"dram_cache_bytes": '],
+            id="activations that need more than the training would leave free",
         ),
     ],
 )
@@ -389,7 +387,7 @@ def test_what_breaks_is_named(folder: str, planned: Any, cli: Cli) -> None:
 
 
 def test_json_has_bytes_by_owner(folder: str, planned: Any) -> None:
-    """Every need is the sum of its owners; a machine's sizes are those that were given."""
+    """Every need is the sum of its owners; a machine's sizes are those that were given. Drives make the ring larger."""
     found = planned(folder, *MACHINE, "--seq", "16")
     assert found["machine"]["gpu_memory"] == 24 * 10**9
     assert {(each["place"], each["phase"]) for each in found["asked"]["needs"]} == {
@@ -402,6 +400,12 @@ def test_json_has_bytes_by_owner(folder: str, planned: Any) -> None:
     }
     for each in found["asked"]["needs"]:
         assert each["bytes"] == sum(each["owners"].values())
+    more = planned(folder, *MACHINE, "--seq", "16", "--drives", "3")
+    one, three = (
+        next(each["owners"]["ring"] for each in of["asked"]["needs"] if "ring" in each["owners"])
+        for of in (found, more)
+    )
+    assert three * (16 + 7) == one * (3 * 16 + 7)  # eight threads update
 
 
 def test_several_models_make_a_table(cli: Cli) -> None:
@@ -456,11 +460,9 @@ def test_a_tight_plan_says_so(planned: Any, cli: Cli) -> None:
         ["--gpus", "999999"],
     ],
 )
-def test_bad_options_name_a_remedy(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_name_a_remedy(wrong: list[str], cli: Cli) -> None:
     """Argparse's error holds the text and the rule's remedy."""
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["plan", "7B", *wrong])
-    printed = capsys.readouterr().err
+    printed = cli("plan", "7B", *wrong, status=2).err
     assert repr(wrong[1][:40]) in printed and "Pass " in printed
 
 

@@ -1,14 +1,15 @@
-"""Machines are identified by more than their host names."""
+"""Machines are identified by more than their host names, and processes may use less than all cores."""
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
 import pytest
 
 from lightning_smartinfinity.common import machine
-from lightning_smartinfinity.common.machine import machine_identity
+from lightning_smartinfinity.common.machine import available_cores, machine_identity
 
 
 def booted(monkeypatch: pytest.MonkeyPatch, path: Path, boot: str, *, name: str) -> str:
@@ -44,3 +45,28 @@ def test_this_machine() -> None:
     assert machine_identity() == (
         machine._BOOT_ID.read_text().strip() if machine._BOOT_ID.exists() else platform.node()
     )
+
+
+QUOTAS: dict[str, tuple[str, dict[str, str], int]] = {
+    "no control groups": ("", {}, 8),
+    "no quota": ("0::/a", {"a/cpu.max": "max 100000"}, 8),
+    "an outer group's quota": ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "250000 100000"}, 2),
+    "less than a core": ("0::/", {"cpu.max": "50000 100000"}, 1),
+    "version 1": ("3:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, 8),
+    "a quota of version 1": (
+        "3:cpu,cpuacct:/",
+        {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"},
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUOTAS)
+def test_cores_of_a_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores are those of the affinity mask, or the whole cores of the smallest quota."""
+    line, files, cores = QUOTAS[name]
+    for path, text in {"proc/self/cgroup": line, **{f"sys/fs/cgroup/{each}": files[each] for each in files}}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{text}\n" if text else "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    assert available_cores(tmp_path) == cores

@@ -35,8 +35,7 @@ REGISTERED_LAZILY = "True False False"
 def test_without_autoload_the_import_of_the_package_registers_the_name(tmp_path: Path) -> None:
     """Where torch may not load plugins, the name is unknown until the package is imported, even after Lightning."""
     code = "import lightning" + IS_REGISTERED + "import lightning_smartinfinity" + IS_REGISTERED
-    printed = fresh_python(code, cwd=tmp_path, autoload=False).splitlines()
-    assert printed == ["False False False", REGISTERED_LAZILY]
+    assert fresh_python(code, cwd=tmp_path, autoload=False).splitlines() == ["False False False", REGISTERED_LAZILY]
 
 
 def test_training_by_name(tmp_path: Path) -> None:
@@ -98,8 +97,7 @@ def test_training_by_name(tmp_path: Path) -> None:
     print("fabric moved", losses[0] != losses[1])
     """
     words = ("known", "reloaded", "loaded", "refused", "steps", "chosen", "fabric")
-    printed = [line for line in fresh_python(code, cwd=tmp_path).splitlines() if line.split(" ")[0] in words]
-    assert printed == [
+    assert [line for line in fresh_python(code, cwd=tmp_path).splitlines() if line.split(" ")[0] in words] == [
         "known True True",
         "reloaded True True",
         "loaded False False False",
@@ -185,8 +183,7 @@ def test_settings_in_a_file(tmp_path: Path) -> None:
 def test_sizes_with_their_units(tmp_path: Path) -> None:
     """Sizes may be text, on the command line and in a file."""
     config = written(YAML.replace("1048576", "4MB\n        dram_cache_bytes: 8GiB"), tmp_path)
-    strategy = strategy_from(config, "--trainer.strategy.init_args.transfer.dram_cache_bytes=1GB")
-    transfer = strategy._settings.transfer
+    transfer = strategy_from(config, "--trainer.strategy.init_args.transfer.dram_cache_bytes=1GB")._settings.transfer
     assert (transfer.tasklet_bytes, transfer.dram_cache_bytes, transfer.num_buffers) == (4_000_000, 10**9, 8)
 
 
@@ -309,8 +306,7 @@ def test_name_that_the_user_registered_stays_theirs(name: str) -> None:
 def test_another_spelling_of_the_name(name: str, user: Callable[..., object]) -> None:
     """Trainer and Fabric answer it with the name of the strategy."""
     _autoload.install()
-    told = rf"strategy={name.lower()!r} is no name.*Write strategy='smart_infinity'\."
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=rf"strategy={name.lower()!r} is no name.*Write strategy='smart_infinity'\."):
         user(strategy=name, accelerator="cpu", devices=1)
 
 

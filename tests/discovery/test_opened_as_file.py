@@ -122,8 +122,7 @@ def test_a_folder_that_someone_finds(
     name, *arguments = shlex.split(command)
     assert name == "smart-infinity" and main(arguments) == 0
     module = LitTiny.load_from_checkpoint("module.ckpt", recipe=RECIPE)
-    saved = torch.load("module.ckpt", weights_only=False)["state_dict"]
-    assert_equal(module.state_dict(), saved)
+    assert_equal(module.state_dict(), torch.load("module.ckpt", weights_only=False)["state_dict"])
 
 
 @pytest.mark.parametrize("universal", [False, True])

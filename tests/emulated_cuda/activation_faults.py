@@ -105,8 +105,7 @@ def test_a_call_that_fails(tmp_path: Path, driver: FakeCuda, call: str) -> None:
     """
     wanted, num_failures, skipped = expected(), 0, 0
     while True:
-        with opened(tmp_path, TIGHT) as offloaded, warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with opened(tmp_path, TIGHT) as offloaded, warnings.catch_warnings(record=True, action="always") as told:
             driver.fail(call, skipped=skipped)
             torch.cuda._sleep(10**8)  # so that copies are late, and the host has to wait
             x, loss = saved(offloaded)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tests.examples.conftest import EXAMPLES
 from tests.examples.folders import CHATS, MARKED, UNMARKED, make_chat_model, make_encoder, make_tokenizer, write_chats
 from tests.helpers.assertions import assert_equal
+from tests.huggingface.trained import weights_in
 
 Run = Callable[..., str]
 Example = Callable[[str], ModuleType]
@@ -230,12 +231,6 @@ def loss_of_transformers(model: Any, folder: Path) -> float:
         return float(model(input_ids=found["input_ids"], labels=labels).loss)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(next(folder.glob("*.safetensors")))
-
-
 # There are six chats to learn, and so three steps in an epoch.
 KEEPING_ALL = ("--save-every", "2", "--keep", "-1")
 OPTIONS = ("--precision", "32-true", "--accelerator", "cpu", "--epochs", "2", "--lr", "3e-3", "--accumulate", "2")
@@ -258,7 +253,7 @@ def test_trains_resumes_and_exports(run_example: Run, folder: Path) -> None:
     resume = ("--run-dir", "runs/whole", "--resume", "runs/whole/checkpoints/step=2.ckpt")
     rest = run_example(*command, "resumed", *OPTIONS, *resume)
     assert losses(rest)[6] == found[6]
-    assert_equal(weights(folder / "resumed"), weights(folder / "whole"))
+    assert_equal(weights_in(folder / "resumed"), weights_in(folder / "whole"))
     checkpoints = folder / "runs/whole/checkpoints"
     assert (checkpoints / "last.ckpt").resolve().name == "step=6.ckpt" and not list(checkpoints.glob("*-v1*"))
     refused = run_example(*command, "whole", *OPTIONS, status=1)

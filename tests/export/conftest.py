@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.cli.conftest import cli
 from tests.export.models import LitModel, Trained, train
+
+__all__ = ["cli", "trained"]
 
 
 @pytest.fixture(scope="session")

@@ -77,8 +77,7 @@ class LitModel(pl.LightningModule):
         self.inner.model(input_ids=batch, labels=batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [param for param in self.parameters() if param.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.hparams["lr"])
+        return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=self.hparams["lr"])
 
     def train_dataloader(self) -> Any:
         return DataLoader(tokens(), batch_size=2)  # type: ignore[arg-type]

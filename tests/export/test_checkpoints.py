@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_smartinfinity.cli.main import main
 from lightning_smartinfinity.errors import (
     CheckpointError,
     ConfigError,
@@ -30,6 +29,7 @@ from lightning_smartinfinity.errors import (
 )
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import MODEL_KEY
+from tests.cli.conftest import Cli
 from tests.export.models import KINDS, LitModel, Trained, build, exported, files_of, logits, train, without_checksums
 from tests.export.worker import after
 from tests.helpers.assertions import assert_equal
@@ -113,7 +113,7 @@ def test_lightning_loads_a_file_of_masters(trained: Train, tmp_path: Path) -> No
 # ---- modules without a model of transformers, or with several
 
 
-def test_a_plain_module_keeps_its_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_module_keeps_its_names(tmp_path: Path, cli: Cli) -> None:
     """One file holds parameters once and persistent buffers by the module's names, as save_pretrained writes it.
 
     A checkpoint with save_weights_only=True holds all that is needed.
@@ -122,8 +122,7 @@ def test_a_plain_module_keeps_its_names(tmp_path: Path, capsys: pytest.CaptureFi
     strategy = saved_after_a_step(module, tmp_path)
     module.trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
     strategy.save_pretrained(tmp_path / "live")
-    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
-    assert "names of the module" in capsys.readouterr().out
+    assert "names of the module" in cli("export", tmp_path / "ckpt", tmp_path / "out").out
     export(tmp_path / "weights", tmp_path / "of-weights")
     assert files_of(tmp_path / "live") == files_of(tmp_path / "out") == files_of(tmp_path / "of-weights")
     for save in (partial(export, tmp_path / "ckpt"), strategy.save_pretrained):
@@ -172,10 +171,10 @@ def test_a_checkpoint_without_a_description_needs_the_folder_of_the_model(traine
     assert files_of(tmp_path / "out") == {**files_of(training.root / "live"), "tokenizer.json": b"{}"}
 
 
-def test_a_universal_checkpoint_is_exported(trained: Train, tmp_path: Path) -> None:
+def test_a_universal_checkpoint_is_exported(trained: Train, tmp_path: Path, cli: Cli) -> None:
     """It gives the files of the checkpoint that it was made of."""
     training = trained("llama")
-    assert main(["universal", str(training.checkpoint), "--into", str(tmp_path / "universal"), "--quiet"]) == 0
+    cli("universal", training.checkpoint, "--into", tmp_path / "universal", "--quiet")
     export(tmp_path / "universal", tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(training.root / "live")
 
@@ -396,7 +395,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_command_refuses(name: str, trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses(name: str, trained: Train, tmp_path: Path, cli: Cli) -> None:
     """It prints our error, exits with 1, and writes nothing."""
     (tmp_path / "file").write_text("text")
     for folder in ("folder", *(f"logs/version_0/step={step}.ckpt" for step in range(1, 5))):
@@ -404,8 +403,8 @@ def test_the_command_refuses(name: str, trained: Train, tmp_path: Path, capsys: 
     arguments, told = REFUSED[name]
     where = {"root": tmp_path, "checkpoint": trained("llama").checkpoint}
     checkpoint, *options = (word.format(**where) for word in arguments)
-    assert main(["export", checkpoint, str(tmp_path / "out"), *options]) == 1
-    assert told.format(**where).lower() in capsys.readouterr().err.lower() and not (tmp_path / "out").exists()
+    said = cli("export", checkpoint, tmp_path / "out", *options, status=1).err.lower()
+    assert told.format(**where).lower() in said and not (tmp_path / "out").exists()
 
 
 def test_unknown_words_are_refused() -> None:

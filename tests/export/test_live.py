@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity import SmartInfinityStrategy
-from lightning_smartinfinity.cli.main import main
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageFullError, UnsupportedError
 from lightning_smartinfinity.export import safetensors_file
 from lightning_smartinfinity.storage.folders import replacement
 from lightning_smartinfinity.storage.folders.replacement import exchange
+from tests.cli.conftest import Cli
 from tests.export.models import LitModel, build, exported, files_of, tokens, train, without_checksums
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.fresh_python import fresh_environment
@@ -84,11 +84,10 @@ def test_parameters_on_storage_are_saved(tmp_path: Path) -> None:
     }
     training = train(tmp_path, LitModel("gpt2"), SmartInfinityStrategy(tmp_path / "storage", zero=offload))
     for live, options in {"live": [], "live32": ["--dtype", "fp32"]}.items():
-        out = exported(training.checkpoint, tmp_path / f"out-{live}", *options)
-        assert files_of(out) == files_of(tmp_path / live)
+        assert files_of(exported(training.checkpoint, tmp_path / f"out-{live}", *options)) == files_of(tmp_path / live)
 
 
-def test_fabric_saves_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fabric_saves_what_it_trains(tmp_path: Path, cli: Cli) -> None:
     """The default is the model that is trained; another module may be passed; a checkpoint exports to the same."""
     fabric: Any = quiet_fabric(tmp_path / "storage", precision="bf16-true")
     model = build("gpt2")
@@ -100,10 +99,10 @@ def test_fabric_saves_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixtu
         fabric.strategy.save_pretrained(tmp_path / name, *chosen)
     fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer})
     fabric.strategy.close()
-    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
-    assert files_of(tmp_path / "live") == files_of(tmp_path / "out") == files_of(tmp_path / "named")
-    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "lit.ckpt"), "--to", "lightning"]) == 1
-    assert "pytorch-lightning_version" in capsys.readouterr().err
+    saved, named = files_of(tmp_path / "live"), files_of(tmp_path / "named")
+    assert saved == files_of(exported(tmp_path / "ckpt", tmp_path / "out")) == named
+    failed = cli("export", tmp_path / "ckpt", tmp_path / "lit.ckpt", "--to", "lightning", status=1)
+    assert "pytorch-lightning_version" in failed.err
     build("llama").bfloat16().save_pretrained(tmp_path / "stock")
     assert without_checksums(tmp_path / "teacher") == files_of(tmp_path / "stock")
 
@@ -259,9 +258,8 @@ def test_two_processes_save_what_is_exported_of_their_checkpoint(
 
 def test_lightning_takes_a_file_of_two_processes(out: Path, tmp_path: Path) -> None:
     """Slices of both processes are joined."""
-    assert main(["export", str(out / "ckpt"), str(tmp_path / "lit.ckpt"), "--to", "lightning"]) == 0
-    params = LitModel.load_from_checkpoint(tmp_path / "lit.ckpt").inner.model.state_dict()
-    masters = load_file(out / "live32" / "model.safetensors")
+    loaded = LitModel.load_from_checkpoint(exported(out / "ckpt", tmp_path / "lit.ckpt", "--to", "lightning"))
+    params, masters = loaded.inner.model.state_dict(), load_file(out / "live32" / "model.safetensors")
     assert all(torch.equal(params[name], value) for name, value in masters.items())
 
 

@@ -412,16 +412,12 @@ def test_gradients_of_what_a_model_returns(
     """torch.autograd.grad works on it as in memory, and so does loss.backward()."""
     losses = []
     for strategy in ("auto", SmartInfinityFabricStrategy(tmp_path, zero={"stage3_param_persistence_threshold": 0})):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
-        fabric.launch()
-        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        fabric = quiet_fabric(strategy=strategy)
+        model, optimizer = set_up(fabric)
         found = []
         for step in range(6):
-            batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(step)).requires_grad_()
             optimizer.zero_grad()
-            loss = loss_of(model, batch)
+            loss = loss_of(model, batch(step).requires_grad_())
             found.append(float(loss.detach()))
             if directly:
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -219,8 +219,7 @@ def read(kind: str, folder: Path, *sources: str) -> None:
         resume = source if source == "storage" else str(folder / source)
         root = folder / ("run" if source == "storage" else f"from {source}")
         if kind in SOURCES:
-            batches = looped(kind, root, resume=resume, note=folder / f"{source}.pt")
-            torch.save(batches, folder / f"{source} batches.pt")
+            torch.save(looped(kind, root, resume=resume, note=folder / f"{source}.pt"), folder / f"{source} batches.pt")
             continue
         hooks = {
             "on_train_start": partial(_note, file=folder / f"{source}.pt"),

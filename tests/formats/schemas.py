@@ -87,11 +87,10 @@ def written(folder: Path) -> Path:
             run(action, kind, where)
     fabric, transformers = (str(folder / name) for name in OTHERS)
     launch_fabric(FabricRun(fabric, kill_step=2))
-    model = str(make_model_folder(folder / "model"))
     launch_transformers(
         HuggingRun(
             transformers,
-            model,
+            str(make_model_folder(folder / "model")),
             how="kill",
             method="training_step",
             step=2,

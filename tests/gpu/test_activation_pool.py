@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from lightning_smartinfinity.activations import FIRST_SETTLED_FORWARD, OffloadedActivations
 from lightning_smartinfinity.activations.tuning import hooks, tuner
 from lightning_smartinfinity.activations.tuning.choice import Choice, Profile
+from tests.activations import chains
 from tests.activations.chains import assert_nothing_is_left, chain
 from tests.activations.models import everything, opened
 from tests.activations.test_programs import program, traffic_of
@@ -25,6 +27,7 @@ pytestmark = [RunIf(cuda_devices=1), pytest.mark.usefixtures("on_the_device")]
 NUMEL = 1 << 16
 NBYTES = 4 * NUMEL
 LENGTH = 24
+saved, assert_right = partial(chains.saved, length=LENGTH, numel=NUMEL), partial(chains.assert_right, length=LENGTH)
 
 
 def run(
@@ -34,8 +37,7 @@ def run(
 ) -> tuple[bool, torch.Tensor]:
     """Return whether a forward has hooks, and its loss."""
     with offloaded.forward(x):
-        has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        return has_hooks, function(x)
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None, function(x)
 
 
 def profiles_of(monkeypatch: pytest.MonkeyPatch, *, kept: int) -> list[Profile]:
@@ -49,20 +51,6 @@ def profiles_of(monkeypatch: pytest.MonkeyPatch, *, kept: int) -> list[Profile]:
 
     monkeypatch.setattr(tuner, "choose", choose)
     return profiles
-
-
-def saved(offloaded: OffloadedActivations) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an input, and a loss."""
-    x = torch.randn(NUMEL, requires_grad=True)
-    with offloaded.forward(x):
-        return x, chain(x, LENGTH)
-
-
-def assert_right(x: torch.Tensor, loss: torch.Tensor) -> None:
-    """Check that the gradient is that of autograd alone."""
-    (found,) = torch.autograd.grad(loss, x)
-    (expected,) = torch.autograd.grad(chain(x, LENGTH), x)
-    assert torch.equal(found, expected)
 
 
 def choose_first(offloaded: OffloadedActivations) -> None:

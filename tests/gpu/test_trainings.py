@@ -136,8 +136,7 @@ def values_of(numel: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     special = torch.tensor([0.5, -0.5, 0.0, -0.0, 1e-40, 7e4, -3.4e38, math.inf])
     picked = special[torch.randint(len(special), (numel,), generator=generator)]
-    chosen = torch.rand(numel, generator=generator) < 0.3
-    return torch.where(chosen, picked, torch.randn(numel, generator=generator))
+    return torch.where(torch.rand(numel, generator=generator) < 0.3, picked, torch.randn(numel, generator=generator))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

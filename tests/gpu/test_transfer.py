@@ -13,7 +13,7 @@ from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
 from lightning_smartinfinity.pipeline.parameters.partitions import CudaPartition
 from tests.helpers.runif import RunIf
-from tests.pipeline.harness import Case, Run, assert_equal, layout_of, running
+from tests.pipeline.harness import Case, Run, after_steps, assert_equal, layout_of
 
 pytestmark = RunIf(cuda_devices=1)
 
@@ -57,9 +57,7 @@ class CudaRun(Run):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_partition_on_the_device(tmp_path: Path, link: CudaLink, dtype: torch.dtype) -> None:
     """A partition on the device takes the same bits as one in host memory, through commits and rollbacks."""
-    with running(tmp_path / "host", SMALL_RING.but(dtype=dtype)) as host:
-        host.steps(range(3))
-        expected = host.state()
+    expected = after_steps(tmp_path / "host", SMALL_RING.but(dtype=dtype))
     run = CudaRun(tmp_path / "cuda", SMALL_RING.but(dtype=dtype), link)
     for number in range(3):
         before = run.state()
@@ -75,20 +73,25 @@ def test_partition_on_the_device(tmp_path: Path, link: CudaLink, dtype: torch.dt
 def test_gradients_from_the_device(link: CudaLink, arena_dtype: torch.dtype, dtype: torch.dtype) -> None:
     """First and later gradients from several streams, some from the host, give the host's bits."""
     layout = layout_of(Case(shapes=((1_200_000, 1, 0, 0), (7, 0, 0, 0)), tasklet_bytes=1 << 20))
-    host, device = GradientArena(layout, dtype=arena_dtype), GradientArena(layout, dtype=arena_dtype, link=link)
+    host = GradientArena(layout, dtype=arena_dtype)
+    device = GradientArena(layout, dtype=arena_dtype, link=link, num_threads=2)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for number in range(4):
         for index, parameter in enumerate(layout.parameters):
-            generator = torch.Generator().manual_seed(number)
-            values = torch.randn(parameter.real_numel, generator=generator).to(dtype)
+            values = torch.randn(parameter.real_numel, generator=torch.Generator().manual_seed(number)).to(dtype)
             host.arrive(index, values)
             with torch.cuda.stream(streams[number % 2]):
                 device.arrive(index, values if number == 2 else values.cuda())
     assert device.sum_of_squares() == host.sum_of_squares()
     assert torch.equal(device.buffer, host.buffer)
-    assert link.device.registration_failure == "" and device.buffer.is_pinned()
+    assert link.device.registration_failure == "" and not device.buffer.is_pinned()
+    replacing = torch.ones(7, device="cuda")
+    torch.cuda._sleep(BUSY_CYCLES)
+    device.replace(1, replacing)
+    replacing.fill_(5.0)  # the caller may change it
+    device.synchronize()
+    assert (device.gradient(1) == 1).all()
     device.close()
-    assert not device.buffer.is_pinned()
 
 
 @pytest.mark.parametrize("number", [1, 2])

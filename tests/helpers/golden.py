@@ -6,7 +6,7 @@ accelerator's floating-point operators: one fp32 operation at a time, subnormals
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -253,6 +253,12 @@ def decode(values: Bits, dtype: DType) -> Floats:
     import torch
 
     return torch.from_numpy(values).view(getattr(torch, dtype.name.lower())).float().numpy()
+
+
+def assert_all_same_bits(found: Iterable[Bits], expected: Iterable[Bits]) -> None:
+    """Assert that arrays are equal pair by pair, as :func:`assert_same_bits` does."""
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
 
 
 def assert_same_bits(found: Bits, expected: Bits) -> None:

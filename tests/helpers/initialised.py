@@ -84,7 +84,7 @@ class Initialised(nn.Module):
         parts["cast"].half().float()
         weight["scaled"] /= weight["scaled"].norm()
         weight["applied"].fill_(0.25)
-        parts["applied"].apply(lambda module: module.weight.data.mul_(3.0))
+        parts["applied"] = parts["applied"].apply(lambda module: module.weight.data.mul_(3.0))
         weight["applied"][0] += 1
         parts["parameter"].weight = nn.Parameter(weight["orthogonal"])
         for name, param in parts["by_metadata"].named_parameters():

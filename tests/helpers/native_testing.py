@@ -12,6 +12,7 @@ try:
         Hold,
         InstructionSet,
         Throttle,
+        checking_thread,
         crc32c_by,
         crc32c_combine,
         crc32c_widths,
@@ -25,6 +26,7 @@ try:
         sync_from_card,
         sync_to_card,
         use_cuda_library,
+        use_system_folder,
     )
 except ImportError as error:
     raise ImportError(
@@ -38,6 +40,7 @@ __all__ = [
     "Hold",
     "InstructionSet",
     "Throttle",
+    "checking_thread",
     "crc32c_by",
     "crc32c_combine",
     "crc32c_widths",
@@ -51,4 +54,5 @@ __all__ = [
     "sync_from_card",
     "sync_to_card",
     "use_cuda_library",
+    "use_system_folder",
 ]

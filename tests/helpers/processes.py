@@ -54,26 +54,19 @@ def run_module(
 
 @contextmanager
 def environments_of(ranks: int) -> Iterator[list[dict[str, str]]]:
-    """Yield the environments of ranks that find each other as if torchrun had started them; one has its port only."""
-    with reserved_port() as port:
-        of_all = {**fresh_environment(), "MASTER_PORT": str(port)}
+    """Yield the environments of ranks that find each other as if torchrun had started them; one has its port only.
+
+    Nobody else is given the port before the context is left: it is bound here, so that only who asks for it can use it.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does, which is to listen there
+        reserved.bind(("127.0.0.1", 0))
+        of_all = {**fresh_environment(), "MASTER_PORT": str(reserved.getsockname()[1])}
         if ranks == 1:
             yield [of_all]
             return
         group = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
         yield [{**of_all, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """Yield a port that nobody else is given before the context is left.
-
-    It is bound here, so that only who asks for it can use it.
-    """
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does, which is to listen there
-        reserved.bind(("127.0.0.1", 0))
-        yield int(reserved.getsockname()[1])
 
 
 def start_server() -> None:

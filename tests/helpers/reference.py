@@ -15,7 +15,6 @@ from torch import nn
 from tests.helpers.models import Recipe
 
 _DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
-_CLIP_EPS = 1e-6
 
 
 @dataclass
@@ -74,11 +73,11 @@ def train(
             with torch.no_grad():
                 before_update(step, by_name)
         if recipe.clip is not None:
-            _clip(masters, recipe.clip)
+            nn.utils.clip_grad_norm_(masters, recipe.clip)
         if step not in skipped:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if scheduler is not None and _scheduler_steps(recipe, step):
+        if scheduler is not None and (recipe.scheduler == "step" or _ends_epoch(recipe, step)):
             scheduler.step()
         with torch.no_grad():
             for param, master in zip(params, masters, strict=True):
@@ -87,10 +86,6 @@ def train(
                 means = [float(model(batch)) for batch in recipe.validation_loader()]
                 validated.append(sum(means) / len(means))
     return Result(losses, {name: master.detach() for name, master in by_name.items()}, validated)
-
-
-def _scheduler_steps(recipe: Recipe, step: int) -> bool:
-    return recipe.scheduler == "step" or _ends_epoch(recipe, step)
 
 
 def _ends_epoch(recipe: Recipe, step: int) -> bool:
@@ -111,11 +106,3 @@ def _accumulate(masters: list[nn.Parameter], gradients: list[torch.Tensor | None
             continue
         unscaled = gradient.float() / scale
         master.grad = unscaled if master.grad is None else master.grad + unscaled
-
-
-def _clip(masters: list[nn.Parameter], limit: float) -> None:
-    gradients = [m.grad for m in masters if m.grad is not None]
-    norm = torch.sqrt(sum((g.double() ** 2).sum() for g in gradients))  # type: ignore[arg-type]
-    factor = max(1.0, (float(norm) + _CLIP_EPS) / limit)
-    for gradient in gradients:
-        gradient.mul_(1.0 / factor)

@@ -106,8 +106,7 @@ class Tasklet:
 
     def run_words(self, simulation: Simulation, words: list[int]) -> dict[str, int]:
         """Run the kernel with these scalars; assert that nothing goes wrong in the simulation. Return the status."""
-        buffers = [self.gradient, *self.arrays, self.parameter, self.status]
-        assert simulation.run(self.kernel, buffers, words) == ""
+        assert simulation.run(self.kernel, [self.gradient, *self.arrays, self.parameter, self.status], words) == ""
         return dict(zip(STATUS_WORDS, map(int, self.status.view(np.uint32)), strict=True))
 
     def run(

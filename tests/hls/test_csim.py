@@ -64,8 +64,7 @@ def test_several_runs(sequential: Library, step: Any, form: Form) -> None:
     combined = [0] * len(SUMS)
     scalars = {name: getattr(step, name) for name in tasklet.kernel.words}
     for index, (first, last) in enumerate(itertools.pairwise(edges)):
-        other = type(step)(**{**scalars, "gradient_scale": 1.0 + index})
-        status = tasklet.run(sequential, first, last, step=other)
+        status = tasklet.run(sequential, first, last, step=type(step)(**{**scalars, "gradient_scale": 1.0 + index}))
         for place, (word, item) in enumerate(SUMS.items()):
             combined[place] = crc32c_combine(combined[place], status[word], (last - first) * item)
     whole = tasklet.run(sequential, active=False)
@@ -88,8 +87,7 @@ def test_blocks_of_a_compressed_gradient(sequential: Library, step: Any, dtype: 
     numel = 3 * BLOCK + 77
     random = np.random.default_rng(11)
     kept = np.concatenate([[0, 5, BLOCK - 1], 2 * BLOCK + np.arange(BLOCK), [3 * BLOCK + 76]])
-    values = encode(random.standard_normal(kept.size).astype(np.float32), dtype)
-    payload = build(kept, values, numel, dtype)
+    payload = build(kept, encode(random.standard_normal(kept.size).astype(np.float32), dtype), numel, dtype)
     ranges = [(0, numel), (BLOCK - 1, BLOCK + 1), (2 * BLOCK, 3 * BLOCK), (BLOCK + 7, BLOCK + 9), (numel - 1, numel)]
     tasklet = make_tasklet(step, numel, Form(dtype, DType.BFLOAT16, 0.0)).hold(payload)
     for first, last in ranges:
@@ -114,8 +112,7 @@ def test_every_code(sequential: Library) -> None:
     """All scales times all codes give numpy's bits."""
     codes = Codes(np.arange(1, 249, dtype=np.uint8), np.tile(np.arange(-128, 128, dtype=np.int8), 248))
     codes.codes[::256] = 0  # in place of -128, which is no code
-    tasklet = make_tasklet(STEPS["sgd_first"], codes.codes.size, BLOCK_SCALED)
-    tasklet.hold(codes.payload(), codes.values).run(sequential)
+    make_tasklet(STEPS["sgd_first"], codes.codes.size, BLOCK_SCALED).hold(codes.payload(), codes.values).run(sequential)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=["fp16", "bf16"])

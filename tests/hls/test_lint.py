@@ -40,8 +40,7 @@ Edit = Callable[..., list[str]]
 def findings(tmp_path: Path) -> Edit:
     """A function that replaces text in the example's files and returns what the lint finds."""
     shutil.copytree(EXAMPLE, tmp_path / "hls")
-    kernel = Kernel("scale", number=1, arrays=(), words=())
-    design = Design(SMARTSSD.platform, (ComputeUnit(kernel, "scale_1"),))
+    design = Design(SMARTSSD.platform, (ComputeUnit(Kernel("scale", number=1, arrays=(), words=()), "scale_1"),))
 
     def edit(*replacements: tuple[str, str], file: str = KERNEL) -> list[str]:
         path = tmp_path / "hls" / file
@@ -366,8 +365,7 @@ def test_streams_are_followed_through_functions_and_arrays(findings: Edit) -> No
 
 def test_dataflow_below_the_top_knows_the_tops_masters(findings: Edit) -> None:
     """A top may hold interfaces only, and call the function with the processes, whose pointers have other names."""
-    names = ("loaded", "more", "computed")
-    streams = "".join(COMPUTED.replace("computed", name) for name in names)
+    streams = "".join(COMPUTED.replace("computed", name) for name in ("loaded", "more", "computed"))
     body = """    load(from, loaded, beats);
     load(second, more, beats);
     compute(loaded, computed, beats);

@@ -216,10 +216,14 @@ def test_other_arguments_are_made_before_a_training(model_folder: Path, tmp_path
         assert not (tmp_path / "first" / "smart_infinity").exists()
 
 
-def test_a_checkpoint_that_is_opened_as_a_file(model_folder: Path, tmp_path: Path) -> None:
-    """The note in it names what loads a checkpoint of a Trainer of transformers, and commands that export it."""
-    train(model_folder, tmp_path, data=dataset(2), save_strategy="steps", save_steps=2)
-    checkpoint = tmp_path / "checkpoint-2"
+def test_a_checkpoint_is_resumed_without_the_context(model_folder: Path, tmp_path: Path) -> None:
+    """A Trainer in memory would begin with new moments, without a word. Its error names where to resume.
+
+    What it saves into a checkpoint of ours makes a mixture of two trainings, which is refused. The note in a checkpoint
+    that is opened as a file names what loads it, and commands that export it.
+    """
+    train(model_folder, tmp_path, data=dataset(2), save_strategy="steps", save_steps=1)
+    checkpoint = tmp_path / "checkpoint-1"
     with pytest.raises(IsADirectoryError):
         torch.load(checkpoint)
     text = (checkpoint / NOTE_NAME).read_text()
@@ -228,15 +232,6 @@ def test_a_checkpoint_that_is_opened_as_a_file(model_folder: Path, tmp_path: Pat
         and "ckpt_path" not in text
         and f"    smart-infinity export {checkpoint} " in text
     )
-
-
-def test_a_checkpoint_is_resumed_without_the_context(model_folder: Path, tmp_path: Path) -> None:
-    """A Trainer in memory would begin with new moments, without a word. Its error names where to resume.
-
-    What it saves into a checkpoint of ours makes a mixture of two trainings, which is refused.
-    """
-    train(model_folder, tmp_path, data=dataset(2), save_strategy="steps", save_steps=1)
-    checkpoint = tmp_path / "checkpoint-1"
     with pytest.raises(pickle.UnpicklingError, match="resume_within_smart_infinity_training"):
         trainer_of(model_folder, tmp_path, None).train(resume_from_checkpoint=str(checkpoint))
     with pytest.raises(UnsupportedError, match=r"checkpoint-1 .*Resume within it, with TrainingArguments"):

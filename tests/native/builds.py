@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.waiting import BUILD_LIMIT, PROCESS_LIMIT
 
-__all__ = ["ROOT", "assert_in_fork", "built_once", "is_refused", "locked", "run", "run_python"]
+__all__ = ["ROOT", "assert_in_fork", "built_once", "in_fork", "is_refused", "locked", "run", "run_python"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,25 +32,29 @@ def run(*command: str | Path, expect_success: bool = True) -> subprocess.Complet
 def run_python(code: str, *arguments: str | Path, status: int = 0) -> str:
     """Run code in a new interpreter in the checkout and return what it prints. It must print no error."""
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    environment = fresh_environment()
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT, check=False
+        command, cwd=ROOT, env=fresh_environment(), capture_output=True, text=True, timeout=PROCESS_LIMIT, check=False
     )
     assert (done.returncode, done.stderr) == (status, ""), done
     return done.stdout
 
 
-def assert_in_fork(check: Callable[[], bool]) -> None:
-    """Assert that something holds in a forked child, which never returns into pytest."""
+def in_fork(call: Callable[[], object]) -> int:
+    """Call a function in a forked child, which never returns into pytest. Return its exit status, 1 after an error."""
     child = os.fork()
     if child == 0:
-        status = 1
         try:
             signal.alarm(60)  # a child that hangs then fails the test instead of blocking it
-            status = 0 if check() else 2
+            call()
+            os._exit(0)
         finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def assert_in_fork(check: Callable[[], bool]) -> None:
+    """Assert that something holds in a forked child."""
+    assert in_fork(lambda: check() or os._exit(2)) == 0
 
 
 def is_refused(use: Callable[[], object]) -> bool:

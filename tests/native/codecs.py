@@ -61,8 +61,7 @@ class Minifloat:
         """Return the smallest exponent within bounds whose largest code reaches every finite value."""
         finite = np.abs(values[np.isfinite(values)]).astype(np.float64)
         largest = finite.max(initial=0.0)
-        fitting = (e for e in range(self.exponents + 2, 255) if np.ldexp(1.75, e - 127) >= largest)
-        return next(fitting, 254)
+        return next((e for e in range(self.exponents + 2, 255) if np.ldexp(1.75, e - 127) >= largest), 254)
 
     def decode(self, codes: Bits, exponent: int) -> Floats:
         magnitudes = np.append(np.ldexp(self.table, exponent - 127), np.nan).astype(np.float32)
@@ -123,8 +122,7 @@ def bf16_stochastic(values: Floats, random: Bits) -> Bits:
     """Round to bf16 stochastically with 16 random bits each. Infinity and NaN stay."""
     bits = values.view(np.uint32).astype(np.uint64)
     low, fraction = bits >> 16, bits & 0xFFFF
-    rounded = low + (fraction + random >= 1 << 16)
-    return np.where(np.isfinite(values), rounded, bf16_nearest(values)).astype(np.uint16)
+    return np.where(np.isfinite(values), low + (fraction + random >= 1 << 16), bf16_nearest(values)).astype(np.uint16)
 
 
 def split(values: Floats) -> tuple[Bits, Bits]:

@@ -36,7 +36,7 @@ class FakeCuda:
         calls.fake_stream.restype = calls.fake_gate.restype = address
         calls.fake_gate.argtypes = calls.fake_open.argtypes = calls.fake_wait.argtypes = [address]
         calls.fake_destroy.argtypes = [address]
-        calls.fake_kernel.argtypes = [address, number, address, address, size, number]
+        calls.fake_kernel.argtypes = [address, number, address, address, size]
         calls.fake_delay.argtypes = [ctypes.c_uint64, number]
         self.reset, self.clear, self.deinitialize = calls.fake_reset, calls.fake_clear, calls.fake_deinitialize
         self.delay, self.wait = calls.fake_delay, calls.fake_wait
@@ -67,12 +67,10 @@ class FakeCuda:
             self.open(gate)
         assert self._calls.fake_destroy(stream) == 0
 
-    def kernel(
-        self, stream: int, to: NDArray[np.float32], values: NDArray[np.float32], *, us: int = 0, add: bool = False
-    ) -> None:
-        """Start ``to = values`` or ``to += values`` on a stream after a delay. The caller keeps both arrays alive."""
+    def kernel(self, stream: int, to: NDArray[np.float32], values: NDArray[np.float32], *, us: int = 0) -> None:
+        """Start ``to = values`` on a stream after a delay. The caller keeps both arrays alive."""
         assert to.dtype == values.dtype == np.float32 and to.size == values.size
-        self._calls.fake_kernel(stream, us, to.ctypes.data, values.ctypes.data, to.size, int(add))
+        self._calls.fake_kernel(stream, us, to.ctypes.data, values.ctypes.data, to.size)
 
     def gate(self, stream: int) -> int:
         """Stop a stream at this point until :meth:`open`."""

@@ -341,7 +341,7 @@ class Compressing:
 
     gradient: Bits
     dtype: DType = DType.FLOAT32
-    residual: Floats | None = None
+    residual: Any = None
     scale: float = 1.0
     parts: Parts | None = None
     padding: Sequence[tuple[int, int]] = ()

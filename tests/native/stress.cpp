@@ -7,7 +7,6 @@
 
 #include "stress.hpp"
 
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -28,24 +27,9 @@
 #include "io/io_scheduler.hpp"
 #include "pipeline/pipeline.hpp"
 #include "testing/fault_injection.hpp"
-#include "testing/seams.hpp"
 
 namespace smart_infinity {
 namespace {
-
-// The controls of the fake driver.
-struct FakeCuda {
-    explicit FakeCuda(const char* library) {
-        void* const handle = ::dlopen(library, RTLD_NOW);
-        delay = reinterpret_cast<void (*)(std::uint64_t, int)>(::dlsym(handle, "fake_delay"));
-        fail = reinterpret_cast<void (*)(const char*, int, int)>(::dlsym(handle, "fake_fail"));
-        reset = reinterpret_cast<void (*)()>(::dlsym(handle, "fake_reset"));
-        use_cuda_library(library);
-    }
-    void (*delay)(std::uint64_t seed, int max_delay_us);
-    void (*fail)(const char* call, int skipped, int result);
-    void (*reset)();  // removes delays and failures
-};
 
 constexpr int kCudaOutOfMemory = 2;
 

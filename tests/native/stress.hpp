@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "checksum/crc32c.hpp"
+#include "testing/seams.hpp"
 
 namespace smart_infinity {
 
@@ -64,6 +66,20 @@ inline std::string make_file(const std::string& folder, const char* name, std::s
     ::close(descriptor);
     return path;
 }
+
+// The controls of the fake driver.
+struct FakeCuda {
+    explicit FakeCuda(const char* library) {
+        void* const handle = ::dlopen(library, RTLD_NOW);
+        delay = reinterpret_cast<void (*)(std::uint64_t, int)>(::dlsym(handle, "fake_delay"));
+        fail = reinterpret_cast<void (*)(const char*, int, int)>(::dlsym(handle, "fake_fail"));
+        reset = reinterpret_cast<void (*)()>(::dlsym(handle, "fake_reset"));
+        use_cuda_library(library);
+    }
+    void (*delay)(std::uint64_t seed, int max_delay_us);
+    void (*fail)(const char* call, int skipped, int result);
+    void (*reset)();  // removes delays and failures
+};
 
 inline int run_scenarios(int argc, char** argv, const std::function<void(std::uint64_t)>& run) {
     if (argc != 5) return 2;

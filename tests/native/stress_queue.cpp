@@ -44,6 +44,11 @@ constexpr std::size_t kNumRounds = 12;
 
 struct Interrupted {};
 
+// Every other pair of scenarios uses a ring, if the system has them: then other threads compute the checksums.
+IoEngineKind engine_of(std::uint64_t seed) {
+    return seed / 2 % 2 && !unavailable(IoEngineKind::kUring) ? IoEngineKind::kUring : IoEngineKind::kThreads;
+}
+
 IoClass any_class(Random& random) { return static_cast<IoClass>(random.upto(kNumIoClasses - 1)); }
 
 std::unique_ptr<IoEngine> with_faults(std::unique_ptr<IoEngine> engine, std::uint64_t seed, bool fails) {
@@ -72,8 +77,8 @@ class Scenario {
           files_{open_file(), open_file()},
           queue_file_(open_file()),
           pool_(std::make_shared<MemoryPool>()),
-          store_(files_, 2, IoEngineKind::kThreads, (1 + seed % 4) * kBlockBytes),
-          queue_(2, IoEngineKind::kThreads) {
+          store_(files_, 2, engine_of(seed), (1 + seed % 4) * kBlockBytes),
+          queue_(2, engine_of(seed)) {
         Seams::decorate_engine(store_, [seed](std::unique_ptr<IoEngine> engine) {
             return with_faults(std::move(engine), seed, seed % 3 == 0);
         });

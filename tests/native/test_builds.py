@@ -35,7 +35,15 @@ def test_only_one_symbol_is_visible(source: str, kinds: str, name: str) -> None:
 # ---- the native core under the compilers' sanitizers, and on ARM, in random scenarios (stress*.cpp)
 
 
-PROGRAMS = ("stress", "stress_card", "stress_formats", "stress_gradients", "stress_queue", "stress_watch")
+PROGRAMS = (
+    "stress",
+    "stress_card",
+    "stress_formats",
+    "stress_gradients",
+    "stress_queue",
+    "stress_ring",
+    "stress_watch",
+)
 
 
 def built(kind: str, *options: str) -> Path:
@@ -192,11 +200,10 @@ for block in (0, 3, 5):
 )
 def test_what_lies_in_the_same_page_stays(code: str, page_bytes: int, tmp_path: Path) -> None:
     """Every lease and every block keeps its bytes while the memory beside it goes back to the system."""
-    library = built_once("liblargepages.so", Path(__file__).with_name("large_pages.cpp"))
     fresh_python(
         f"PAGE = {page_bytes}\n{code}",
         cwd=tmp_path,
         autoload=False,
-        LD_PRELOAD=str(library),
+        LD_PRELOAD=str(built_once("liblargepages.so", Path(__file__).with_name("large_pages.cpp"))),
         EMULATED_PAGE_BYTES=str(page_bytes),
     )

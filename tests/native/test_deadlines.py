@@ -30,6 +30,7 @@ from lightning_smartinfinity.native import (
     IoClass,
     IoScheduler,
     Operation,
+    Pipeline,
     StateFile,
     TensorStore,
     ask_to_end,
@@ -154,7 +155,6 @@ def test_a_process_that_was_paused(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PAUSED, tmp_path / "file", str(seconds)]
     pipe, environment = subprocess.PIPE, fresh_environment()
     with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdin=pipe, stdout=pipe, text=True) as child:
-        assert child.stdin is not None and child.stdout is not None
         try:
             assert child.stdout.readline() == "reading\n"
             child.send_signal(signal.SIGSTOP)
@@ -384,7 +384,6 @@ def neighbours(
 
 
 def waits_of(state: StoredState) -> dict[tuple[str, str], tuple[int, int]]:
-    assert state.scheduler is not None
     return {(who, whom): (requests, nbytes) for who, whom, requests, nbytes, _ in state.scheduler.waits()}
 
 
@@ -425,7 +424,8 @@ def test_what_somebody_needs_is_read_first(tmp_path: Path, asks_by: str, io_clas
 def test_a_ring_never_waits_for_itself(tmp_path: Path, num_processes: int, num_buffers: int, widened: int) -> None:
     """The bytes of a ring may be in flight together while its pipeline is open, however few are meant to be.
 
-    A process of several has its part of the device's bytes, and of its ring's, and no more.
+    A process of several has its part of the device's bytes, and of its ring's, and no more. Of a ring for several
+    devices, each has its part.
     """
     scheduler = IoScheduler(in_flight_bytes=4096 * num_processes, num_processes=num_processes)
     assert scheduler.in_flight_bytes == 4096
@@ -440,6 +440,11 @@ def test_a_ring_never_waits_for_itself(tmp_path: Path, num_processes: int, num_b
         other.close()
         assert scheduler.in_flight_bytes == 4096
         assert num_processes > 1 or scheduler.waits() == []
+        two = [IoScheduler(in_flight_bytes=4096) for _ in range(2)]
+        files = [StateFile(str(state.paths[0]), direct=False, scheduler=each) for each in two]
+        both = Pipeline(files=files, identity=state.identity, num_buffers=num_buffers, buffer_bytes=EXTENT)
+        assert [each.in_flight_bytes for each in two] == 2 * [num_buffers // 2 * EXTENT]
+        both.close()
 
 
 @pytest.mark.parametrize("end", ["it is done", "it fails", "it is cancelled", "it is not answered"])

@@ -14,7 +14,7 @@ import torch
 from lightning_smartinfinity.native import BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES, DType, Identity, Operation
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.pipeline.rules import rule_for
-from tests.helpers.golden import Floats, adam, adam_step, assert_same_bits, random_arrays
+from tests.helpers.golden import Floats, adam, adam_step, assert_all_same_bits, assert_same_bits, random_arrays
 from tests.helpers.native_testing import InstructionSet
 from tests.native import codecs
 from tests.native.codecs import EXP_AVG, EXP_AVG_SQ, Minifloat
@@ -73,10 +73,7 @@ def test_written_state(instruction_set: InstructionSet, tmp_path: Path, state_fo
     _, p, m, v = wide_state(numel, seed=1)
     with stored(tmp_path, numel, state_format, borders=BORDERS) as state:
         state.write(p, m, v)
-        for found, expected in zip(
-            state.regions(), regions_of(state_format, [p, m, v], BORDERS, random=None), strict=True
-        ):
-            np.testing.assert_array_equal(found, expected)
+        assert_all_same_bits(state.regions(), regions_of(state_format, [p, m, v], BORDERS, random=None))
         content, begin = state.paths[0].read_bytes(), state.extent_offset(0, state.place)
         for region, used in enumerate(state.region_bytes_of(0)):
             end = begin + used  # and a flipped bit at the end of any region is refused
@@ -105,8 +102,7 @@ def test_update(instruction_set: InstructionSet, tmp_path: Path, state_format: i
         assert state.work(Operation.UPDATE, [run], [step]) is None
         expected = [np.ascontiguousarray(array) for array in adam(step, g, before)]  # type: ignore[arg-type]
         random = codecs.random_bits(7, offset + np.arange(numel, dtype=np.uint64))
-        for found, wanted in zip(state.regions(), regions_of(state_format, expected, BORDERS, random), strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        assert_all_same_bits(state.regions(), regions_of(state_format, expected, BORDERS, random))
     np.testing.assert_array_equal(parameter, codecs.bf16_nearest(expected[0]))
 
 

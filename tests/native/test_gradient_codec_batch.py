@@ -23,7 +23,15 @@ from lightning_smartinfinity.native import (
     feed_back,
 )
 from tests.helpers.compressed import BLOCK, Payload, Source, block_scaled, build, compress, expand, fed_back, top_k
-from tests.helpers.golden import DTYPES, STEPS_OF_RULES, adam_step, assert_same_bits, encode, random_arrays
+from tests.helpers.golden import (
+    DTYPES,
+    STEPS_OF_RULES,
+    adam_step,
+    assert_all_same_bits,
+    assert_same_bits,
+    encode,
+    random_arrays,
+)
 from tests.helpers.native_testing import InstructionSet
 from tests.native.stored import JOB, Array, Compressing, Parts, Run, StoredState, decoded, mask_of
 
@@ -99,8 +107,7 @@ def test_as_with_payloads_by_numpy(tmp_path: Path, name: str, dtype: DType) -> N
             for index, payload in other.payloads.items():
                 np.testing.assert_array_equal(state.payloads[index][: payload.size], payload)
             assert_same_bits(found, expected)
-            for one, another in zip(state.read(), other.read(), strict=True):
-                assert_same_bits(one, another)
+            assert_all_same_bits(state.read(), other.read())
     np.testing.assert_array_equal(residual, before)
 
 
@@ -187,8 +194,7 @@ def test_as_its_dense_form(tmp_path: Path, name: str, dtype: DType, state_format
             stored.write(*state)
             assert stored.work(Operation.UPDATE, runs, [step]) is None
             results.append((parameter, *stored.read()))
-    for found, expected in zip(*results, strict=True):
-        assert_same_bits(found, expected)
+    assert_all_same_bits(*results)
 
 
 def stored_with(folder: Path, payload: Array, numel: int) -> StoredState:
@@ -308,9 +314,7 @@ def test_what_was_not_sent(instruction_set: InstructionSet, name: str, dtype: DT
         compressing = compressing_of(dtype, scale=scale)
         payload = compressing.encode(CODECS[name])
         expected = fed_back(compressing.source, decoded(payload, FED_BACK))
-        before = compressing.residual
-        assert before is not None
-        compressing.residual = before.copy()
+        before = compressing.residual.copy()
         feed(compressing, payload)
         assert_same_bits(compressing.residual, expected)
         assert (compressing.residual != before).any()
@@ -326,7 +330,7 @@ def test_sums_beyond_fp32(name: str, instruction_set: InstructionSet) -> None:
         payload = compressing.encode(CODECS[name])
         assert np.isfinite(decoded(payload, 1000)).all()
         feed(compressing, payload)
-        assert compressing.residual is not None and np.isfinite(compressing.residual).all()
+        assert np.isfinite(compressing.residual).all()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5, pytest.param(40, id="more than there is memory for")])
@@ -341,9 +345,7 @@ def test_any_number_of_threads(threads: int) -> None:
     tasklets = [one.tasklet(len(payload)) for one, payload in pairs]
     with _room_for(64 << 20):  # far less than the stacks of forty threads take
         feed_back(tasklets, residual_scale=8.0, threads=threads)
-    for compressing, residual in zip(compressings, expected, strict=True):
-        assert compressing.residual is not None
-        assert_same_bits(compressing.residual, residual)
+    assert_all_same_bits((one.residual for one in compressings), expected)
 
 
 @contextmanager
@@ -366,7 +368,6 @@ def test_twice(name: str) -> None:
     expected = fed_back(compressing.source, decoded(payload, FED_BACK))
     for _ in range(2):
         feed(compressing, payload)
-        assert compressing.residual is not None
         assert_same_bits(compressing.residual, expected)
     feed(compressing, compressing.encode(CODECS[name]))
     assert not np.array_equal(compressing.residual, expected)
@@ -378,7 +379,7 @@ def test_a_damaged_payload(name: str, damage: int | str) -> None:
     """A damaged payload changes no residual, not even of earlier tasklets."""
     compressings = [compressing_of(seed=seed) for seed in range(2)]
     lengths = [len(compressing.encode(CODECS[name])) for compressing in compressings]
-    before = [one.residual.copy() for one in compressings if one.residual is not None]
+    before = [one.residual.copy() for one in compressings]
     if isinstance(damage, int):
         compressings[1].memory[damage] = 0xFF
     else:
@@ -386,9 +387,7 @@ def test_a_damaged_payload(name: str, damage: int | str) -> None:
     tasklets = [one.tasklet(length) for one, length in zip(compressings, lengths, strict=True)]
     with pytest.raises(ValueError, match=r"feed_back: the compressed gradient of tasklet 7 is refused: "):
         feed_back(tasklets, residual_scale=8.0, threads=2)
-    for compressing, residual in zip(compressings, before, strict=True):
-        assert compressing.residual is not None
-        assert_same_bits(compressing.residual, residual)
+    assert_all_same_bits((one.residual for one in compressings), before)
 
 
 def test_bad_arguments() -> None:

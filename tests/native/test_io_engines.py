@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.native import Failure, FileQueue, HostBuffer, Operation, StateFile
+from lightning_smartinfinity.native import Failure, FileQueue, HostBuffer, Operation, StateFile, TensorStore
 from tests.helpers.native_testing import inject
-from tests.helpers.waiting import assert_threads_end, num_threads
+from tests.helpers.waiting import assert_threads_end, await_that, num_threads
 from tests.native.builds import assert_in_fork, is_refused, run_python
 from tests.native.stored import Run, StoredState, takes_direct
 from tests.native.test_pipeline import (
@@ -192,7 +193,6 @@ def test_every_request_may_fail(tmp_path: Path, engine: str, which: str) -> None
             at = {f"fail_{which}_at": number}
             inject(state.pipeline, seed=number, max_delay_us=200, short_transfer_every=number % 3, **at)
             failure = state.work(Operation.UPDATE, runs, STEPS)
-            assert failure is not None
             path = state.paths[state.file_of(failure.tasklet, state.place if which == "read" else 1 - state.place)]
             assert (failure.kind, failure.errno, failure.path) == ("io", errno.EIO, str(path))
             assert failure.path in failure.message
@@ -215,6 +215,31 @@ def test_descriptors_are_closed_on_exec(tmp_path: Path, engine: str) -> None:
         assert opened and not any(os.get_inheritable(descriptor) for descriptor in opened)
     assert open_descriptors() == before
     assert_threads_end(threads)
+
+
+def num_rings() -> int:
+    """Return the number of this process's threads that submit to a ring."""
+    names = [Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task")]
+    return names.count("smart-inf-ring\n")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_device_has_a_ring(tmp_path: Path, engine: str) -> None:
+    """One thread does not submit to all drives: each file system has a ring of its own, for state and for tensors."""
+    before, of_device = num_rings(), int(engine == "io_uring")
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as elsewhere:
+        (tmp_path / "state-1.bin").symlink_to(elsewhere.name)
+        options = {"io_engine": engine}
+        with StoredState(tmp_path, NUMEL, 2048, num_files=2, wanders=True, direct=False, options=options) as state:
+            assert num_rings() - before == 2 * of_device
+            state.write(*initial())
+            assert_same(state.read(), initial())
+            files = [StateFile(str(path), direct=False) for path in state.paths]
+            stores = [TensorStore(files, io_engine=engine), TensorStore(2 * files[:1], io_engine=engine)]
+            assert num_rings() - before == 5 * of_device
+            for store in stores:
+                store.close()
+    await_that(lambda: num_rings() == before)
 
 
 # ---- transfers of plain content between memory and files: complete, or failed with path, offset and errno

@@ -240,14 +240,16 @@ SIZE = 16_384  # bytes of an extent of 1000 elements: three regions of a block e
 
 
 def with_resident(folder: Path, *, through: bool) -> StoredState:
-    options = {"resident_bytes": 2 * [SIZE], "resident_through": through}
+    memory = [] if through else [HostBuffer(SIZE), HostBuffer(SIZE)]
+    options = {"resident_bytes": 2 * [SIZE], "resident_through": through, "resident_memory": memory}
     return StoredState(folder, RESIDENT_NUMEL, tasklet_numel=1_000, options=options)
 
 
 def test_what_has_no_place(tmp_path: Path) -> None:
     """A tasklet that is listed twice, one of another size than its memory, and sizes that no extent has are refused.
 
-    The active batch continues. The memory of resident tasklets is counted apart from the ring.
+    So is an extent larger than the given memory. The active batch continues. The memory of resident tasklets is
+    counted apart from the ring.
     """
     with with_resident(tmp_path, through=True) as state:
         assert (state.pipeline.cache_bytes, state.pipeline.ring_bytes) == (2 * SIZE, 2 * SIZE)
@@ -263,8 +265,8 @@ def test_what_has_no_place(tmp_path: Path) -> None:
         state.num_arrays = 2
         with pytest.raises(ValueError, match="resident tasklet 1 has another size than its place"):
             state.pipeline.submit(Batch(Operation.WRITE, [state.tasklet(1, [])]))
-        for size in (0, 4_095):
-            state.options = {"resident_bytes": [size]}
+        for size in (0, 4_095, 2 * SIZE):
+            state.options = {"resident_bytes": [size], "resident_memory": [HostBuffer(SIZE)]}
             with pytest.raises(ValueError, match=f"resident extent of {size} bytes"):
                 state.open_pipeline()
 

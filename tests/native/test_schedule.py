@@ -154,9 +154,8 @@ def test_a_failure_lets_the_others_finish(num_tasklets: int, num_buffers: int, d
     computed = [tasklet for tasklet in range(num_tasklets) if simulation.schedule.parameters_out(tasklet)]
     delivered = [tasklet for action, tasklet in simulation.ended if action == "deliver"]
     assert sorted(delivered) == computed
-    written = {tasklet for action, tasklet in simulation.ended if action == "write"}
     assert [index for index, complete in enumerate(simulation.schedule.complete()) if complete] == sorted(
-        (written & set(delivered)) - simulation.failed
+        ({tasklet for action, tasklet in simulation.ended if action == "write"} & set(delivered)) - simulation.failed
     )
     assert simulation.start() == [] and simulation.schedule.finished
 

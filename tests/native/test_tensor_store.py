@@ -25,13 +25,14 @@ from lightning_smartinfinity.native import (
     TensorExtent,
     TensorStore,
 )
-from tests.helpers.native_testing import Hold, Throttle, inject
+from tests.helpers.native_testing import Hold, Throttle, checking_thread, inject
 from tests.helpers.waiting import await_that, join
 from tests.native.builds import assert_in_fork, is_refused
 from tests.native.test_deadlines import interrupted
 
 BLOCK = 4096
 PART = 4 << 20  # a request is cut into parts of this size
+SMALL = 64 << 10  # the thread that completes a part of this size or less compares its checksums
 STEP = 1 << 20  # the smallest step by which files grow
 
 Bytes = NDArray[np.uint8]
@@ -94,14 +95,15 @@ def setup(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Setup]:
 )
 @pytest.mark.parametrize("faults", [{}, {"max_delay_us": 300, "short_transfer_every": 2, "seed": 5}], ids=["", "short"])
 def test_what_is_written_is_read(setup: Setup, faults: dict[str, int]) -> None:
-    """A tensor of several parts comes back whole, and parts of it by their offset."""
+    """A tensor of several parts comes back whole, and parts of it by their offset. A ring's thread only submits."""
     inject(setup.store, **faults)
-    extent, values = setup.written(2 * PART + 3 * BLOCK, seed=1)
+    extent, values = setup.written(2 * PART + SMALL + BLOCK, seed=1)
     np.testing.assert_array_equal(setup.found(extent), values)
     memory, part = setup.content(2 * BLOCK)
     assert setup.store.wait(setup.read(extent, memory, offset=PART - BLOCK)) is None
     np.testing.assert_array_equal(part, values[PART - BLOCK : PART + BLOCK])
     assert extent.generation == 1
+    assert checking_thread(setup.store, extent, setup.content(extent.nbytes)[0].address) != "smart-inf-ring"
 
 
 def test_what_was_never_written_is_zero(setup: Setup) -> None:
@@ -227,8 +229,7 @@ def test_urgent_requests_go_first(setup: Setup) -> None:
     hold.release()
     setup.store.close()
     assert len(set(tickets)) == len(tickets)
-    waits = {(who, whom): (requests, nbytes) for who, whom, requests, nbytes, _ in setup.scheduler.waits()}
-    assert waits == {
+    assert {(who, whom): (requests, nbytes) for who, whom, requests, nbytes, _ in setup.scheduler.waits()} == {
         ("gather", "state"): (1, BLOCK),
         ("write_behind", "state"): (1, BLOCK),
         ("write_behind", "gather"): (1, BLOCK),
@@ -375,8 +376,7 @@ def test_a_slow_file_beside_a_fast_one(setup: Setup) -> None:
     """A read beside which many short ones have ended, with pauses between them, counts no time twice."""
     extents, rate = [setup.written(nbytes, seed=1)[0] for nbytes in (PART, BLOCK)], 5e6
     for extent, bytes_per_second in zip(extents, (rate, 2e6), strict=True):
-        of_extent = setup.paths.index(Path(extent.path))
-        Throttle(setup.store, [setup.files[of_extent]]).bytes_per_second = bytes_per_second
+        Throttle(setup.store, [setup.files[setup.paths.index(Path(extent.path))]]).bytes_per_second = bytes_per_second
     (slow, _), (fast, _) = setup.content(PART), setup.content(BLOCK)
     began, num_ended = time.perf_counter(), 0
     ticket = setup.read(extents[0], slow)

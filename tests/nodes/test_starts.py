@@ -19,6 +19,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.nodes import become_node, mount_own, why_no_mounts
 from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import quiet_trainer
+from tests.training.actions import does
 
 START = "storage-or-new"
 
@@ -31,14 +32,17 @@ def fit(disk: Path) -> None:
     """Train up to step 3 with a checkpoint at step 2, as the script that is started again and again."""
     begun: list[int] = []
 
-    class Stops(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            begun.append(trainer.global_step)
-            if trainer.global_step == 3:
-                raise Stopped(begun[0])
+    def stop(trainer: pl.Trainer, _: Any) -> None:
+        begun.append(trainer.global_step)
+        if trainer.global_step == 3:
+            raise Stopped(begun[0])
 
     saves = ModelCheckpoint(disk / "fit", filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    settings: dict[str, Any] = {"callbacks": [saves, Stops()], "enable_checkpointing": True, "overlap": "none"}
+    settings: dict[str, Any] = {
+        "callbacks": [saves, does(on_train_batch_start=stop)],
+        "enable_checkpointing": True,
+        "overlap": "none",
+    }
     trainer = quiet_trainer(disk, num_nodes=2, max_steps=9, **settings)
     trainer.fit(LitTiny(Recipe()), ckpt_path=START)
 

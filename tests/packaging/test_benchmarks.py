@@ -7,9 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -165,14 +163,13 @@ PLOTTED = {
 }
 
 
-def scripts() -> Iterator[Any]:
-    """Yield the scripts with their marks."""
-    for script in (*RUNS, *ON_CARDS):
-        marks = [RunIf(xrt=True)] * (script in ON_CARDS) + [pytest.mark.long] * (script in SLOW)
-        yield pytest.param(script, marks=marks)
-
-
-@pytest.mark.parametrize("script", list(scripts()))
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, marks=[RunIf(xrt=True)] * (script in ON_CARDS) + [pytest.mark.long] * (script in SLOW))
+        for script in (*RUNS, *ON_CARDS)
+    ],
+)
 def test_benchmark_prints_its_table_with_the_machine(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

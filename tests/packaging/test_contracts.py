@@ -49,17 +49,6 @@ VIOLATIONS = {
 }
 
 
-@pytest.fixture
-def copy_of_package(tmp_path: Path) -> Path:
-    shutil.copytree(
-        ROOT / "lightning_smartinfinity",
-        tmp_path / "lightning_smartinfinity",
-        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
-    )
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    return tmp_path
-
-
 # An editable installation would find the package before the linter's folder.
 LINT = """
 import sys
@@ -80,13 +69,16 @@ def broken_contracts(folder: Path) -> list[str]:
     return broken
 
 
-def test_every_violation_is_found(copy_of_package: Path) -> None:
-    """One forbidden import for each contract, and for each room, breaks it; the package breaks none."""
-    assert broken_contracts(copy_of_package) == []
+def test_every_violation_is_found(tmp_path: Path) -> None:
+    """One forbidden import for each contract, and for each room, breaks it; a copy of the package breaks none."""
+    package, left_out = tmp_path / "lightning_smartinfinity", shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / package.name, package, ignore=left_out)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    assert broken_contracts(tmp_path) == []
     for file, (line, _) in VIOLATIONS.items():
-        with (copy_of_package / "lightning_smartinfinity" / file).open("a") as source:
+        with (package / file).open("a") as source:
             source.write(f"\n{line}\n")
-    assert set(broken_contracts(copy_of_package)) >= {contract for _, contract in VIOLATIONS.values()}
+    assert set(broken_contracts(tmp_path)) >= {contract for _, contract in VIOLATIONS.values()}
 
 
 CORE = "lightning_smartinfinity/native/src"
@@ -126,25 +118,20 @@ def check_includes(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT)
 
 
-@pytest.fixture
-def copy_of_sources(tmp_path: Path) -> Path:
+def test_every_wrong_include_is_found(tmp_path: Path) -> None:
+    """Each include or file that breaks a rule is named; the checkout breaks no rule."""
+    completed = check_includes(ROOT)
+    assert (completed.returncode, completed.stderr) == (0, "")
     for folder in (CORE, "hls"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs/native_core.md", tmp_path / "docs")
-    return tmp_path
-
-
-def test_every_wrong_include_is_found(copy_of_sources: Path) -> None:
-    """Each include or file that breaks a rule is named; the checkout breaks no rule."""
-    completed = check_includes(ROOT)
-    assert (completed.returncode, completed.stderr) == (0, "")
     for file, line, _ in WRONG_INCLUDES.values():
-        path = copy_of_sources / file
+        path = tmp_path / file
         path.parent.mkdir(exist_ok=True)
         with path.open("a") as source:
             source.write(f"\n{line}\n")
-    completed = check_includes(copy_of_sources)
+    completed = check_includes(tmp_path)
     assert completed.returncode == 1
     found = completed.stderr.splitlines()
     assert [

@@ -90,10 +90,6 @@ def choose(root: Path, out: str, seed: int = 1, count: int = 100) -> list[dict[s
     return json.loads((root.parent / out).read_text())  # type: ignore[no-any-return]
 
 
-def outcomes(path: Path) -> dict[str, str]:
-    return {told["what"]: told["outcome"] for told in map(json.loads, path.read_text().splitlines())}
-
-
 def test_mutants_of_a_package(tree: Path) -> None:
     """Mutants are caught, survive or are reached by no test, and are found again after the code has moved."""
     scratch = ("--scratch", str(tree.parent / "scratch"))
@@ -108,7 +104,8 @@ def test_mutants_of_a_package(tree: Path) -> None:
     commit(tree)
     call(tree, "map", *scratch, "-n", "1", map="map", mutants="mutants")
     call(tree, "run", *scratch, map="map", mutants="mutants", out="results")
-    told = outcomes(tree.parent / "results")
+    results = map(json.loads, (tree.parent / "results").read_text().splitlines())
+    told = {of_one["what"]: of_one["outcome"] for of_one in results}
     assert [what for what, outcome in told.items() if outcome == "survived"] == [
         f"made/__init__.py: unseen: {one['change']}" for one in chosen if one["function"] == "unseen"
     ]

@@ -28,8 +28,7 @@ class FakeLink(CudaLink):
         super().__init__(0)
         self.fake = fake
         self.user_stream = fake.stream()
-        self._streams = [self.user_stream]
-        # This list also keeps the sources of copies in flight alive, since CPU tensors know no streams.
+        self.streams = [self.user_stream]
         self._on_device: list[torch.Tensor] = []
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -40,7 +39,7 @@ class FakeLink(CudaLink):
     def use_other_stream(self) -> None:
         """Make another stream the current one."""
         self.user_stream = self.fake.stream()
-        self._streams.append(self.user_stream)
+        self.streams.append(self.user_stream)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage().data_ptr()
@@ -48,21 +47,6 @@ class FakeLink(CudaLink):
 
     def torch_stream(self) -> int:
         return self.user_stream
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        self._on_device.append(tensor)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.on_device(torch.empty(numel, dtype=dtype))
-
-    def add(self, total: torch.Tensor, other: torch.Tensor) -> None:
-        if total.dtype == torch.float32:
-            values = other.float().contiguous()
-            self.keep(values)
-            self.fake.kernel(self.user_stream, total.numpy(), values.numpy(), add=True)
-        else:
-            self.fake.wait(self.user_stream)
-            total.add_(other)
 
     def copy(self, tensor: torch.Tensor, *, us: int = 0) -> torch.Tensor:
         """Start a copy of fp32 values on the user's stream and return the tensor that will hold them."""
@@ -72,12 +56,12 @@ class FakeLink(CudaLink):
 
     def wait(self) -> None:
         """Wait until the user's streams have done all their work."""
-        for stream in self._streams:
+        for stream in self.streams:
             self.fake.wait(stream)
 
     def close(self) -> None:
         """Destroy the user's streams."""
-        for stream in self._streams:
+        for stream in self.streams:
             self.fake.destroy(stream)
 
 

@@ -185,12 +185,17 @@ class Run:
             gradient_scale=1 / SCALE,
             compressed=self.compressed,
             loss_scale=SCALE,
+            arrived=self.arena.arrived,
         )
+
+    def update(self, plan: StepPlan) -> None:
+        """Do the step of a plan and commit it."""
+        self.handler.begin_step(plan)
+        self.handler.commit()
 
     def step(self, number: int) -> None:
         """Do one step and commit it."""
-        self.handler.begin_step(self.collect(number))
-        self.handler.commit()
+        self.update(self.collect(number))
 
     def roll_back_to(self, before: dict[str, torch.Tensor]) -> None:
         """Roll the step back, and assert that the state is the one before it."""
@@ -243,6 +248,18 @@ def running(
         yield run
     finally:
         run.close()
+
+
+def after_steps(folder: Path, case: Case) -> dict[str, torch.Tensor]:
+    """Return the state of a run after its first three steps."""
+    with running(folder, case) as run:
+        run.steps(range(3))
+        return run.state()
+
+
+def step_of_all(run: Run, number: int) -> None:
+    """Do one step that takes every parameter for active, and commit it."""
+    run.update(everything(run.collect(number)))
 
 
 @contextmanager

@@ -29,8 +29,7 @@ REAL = [shape[0] - shape[1] for shape in Case().shapes]
 
 
 def gradient(parameter: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * seed + parameter)
-    return torch.randn(REAL[parameter], generator=generator).to(dtype)
+    return torch.randn(REAL[parameter], generator=torch.Generator().manual_seed(100 * seed + parameter)).to(dtype)
 
 
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

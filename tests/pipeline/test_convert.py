@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +16,9 @@ from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
 from lightning_smartinfinity.pipeline.state.convert import convert_store
 from lightning_smartinfinity.storage import recover_store
-from tests.pipeline.harness import Case, Run, assert_equal, running
-from tests.storage.makers import manifest_with, tree
+from tests.native.builds import in_fork
+from tests.pipeline.harness import Case, Run, after_steps, assert_equal, running
+from tests.storage.makers import flip, manifest_with, tree
 from tests.storage.test_archiving import leave, steps_in
 
 FORMATS = ["fp32", "bf16", "int8", "int8_remainder"]
@@ -85,10 +85,8 @@ def test_a_training_where_the_new_state_would_be(tmp_path: Path, is_damaged: boo
 
 def flip_bits(folder: Path) -> None:
     path = next(folder.rglob("state.bin"))
-    content = bytearray(path.read_bytes())
-    for offset in (100, len(content) // 2 + 100):
-        content[offset] ^= 1
-    path.write_bytes(content)
+    for offset in (100, path.stat().st_size // 2 + 100):
+        flip(path, offset)
 
 
 def describe_otherwise(folder: Path, **change: object) -> None:
@@ -169,11 +167,8 @@ def test_every_rank_is_converted_and_kept(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         convert_store(old, new, state_format="int8", show=interrupt)
     assert list(new[0].iterdir()) == []
-    child = os.fork()
-    if child == 0:
-        convert_store(old, new, state_format="int8", show=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    killed = partial(convert_store, show=lambda *_: signal.raise_signal(signal.SIGKILL))
+    assert in_fork(partial(killed, old, new, state_format="int8")) == -signal.SIGKILL
     with pytest.raises(StorageError, match="holds no commit record"):
         recover_store(new)
     assert convert_store(old, new, state_format="fp32", tasklet_bytes=64 * 1024) == (0, 1, 2)
@@ -204,11 +199,8 @@ def test_neighbours_do_not_change_a_bit(tmp_path: Path, name: str, dtype: torch.
     """Tiny parameters are rounded the same in one segment or in many, because blocks end with parameters."""
     case = Case(dtype=dtype, state_format=name, shapes=TINY)
     alike = case.but(options=(case.options[0], case.options[0]))
-    states = []
-    for number, variant in enumerate((alike.but(tasklet_bytes=1 << 20), alike, case)):
-        with running(tmp_path / str(number), variant) as run:
-            run.steps(range(3))
-            states.append(run.state())
+    variants = alike.but(tasklet_bytes=1 << 20), alike, case
+    states = [after_steps(tmp_path / str(number), variant) for number, variant in enumerate(variants)]
     assert_equal(states[0], states[1])
     # The parameters of the first group have the same hyperparameters in all.
     first = torch.cat([torch.full((numel,), group == 0) for numel, _, group, _ in TINY])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import os
+import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -19,14 +20,27 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import CudaError, StorageError
+from lightning_smartinfinity.pipeline.gradients import arriving_gradients
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
+from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
+from lightning_smartinfinity.storage.tensors.tensor_store import TensorStore
 from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import inject
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 from tests.pipeline.fake_link import CudaRun, FakeLink
-from tests.pipeline.harness import SCALE, Case, assert_equal, everything, gradient_of, layout_of, running, schedule
+from tests.pipeline.harness import (
+    SCALE,
+    Case,
+    after_steps,
+    assert_equal,
+    everything,
+    gradient_of,
+    layout_of,
+    schedule,
+)
+from tests.pipeline.test_arena import WINDOW, layout_of_eight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Two buffers serve eleven tasklets, some with many parameters, so every slot is reused many times.
@@ -72,9 +86,7 @@ def test_steps_and_rollbacks_give_the_bits_of_the_host(
     This holds for any delay of copies and storage, and for any amount of state in memory.
     """
     case = SMALL_RING.but(dtype=dtype, gradient_dtype=dtype, state_format=state_format)
-    with running(tmp_path / "host", case) as host:
-        host.steps(range(3))
-        expected = host.state()
+    expected = after_steps(tmp_path / "host", case)
     fake_cuda.delay(seed, 2_000)
     run = start(case.but(cache_bytes=cache_bytes))
     inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
@@ -98,14 +110,12 @@ def test_fp32_parameters_on_the_device_are_the_masters(
     run = start(Case(dtype=dtype, shapes=((20_480, 0, 0, 0),)))
     before = run.handler.traffic()
     run.step(1)
-    moved = run.handler.traffic() - before
-    assert moved.shared_read_bytes == read_bytes * 20_480 + 5 * 4096
+    assert (run.handler.traffic() - before).shared_read_bytes == read_bytes * 20_480 + 5 * 4096
     plan, written = run.collect(2), torch.full_like(run.partition[0], 3.0)
     link.fake.kernel(
         link.user_stream, *(each.view(torch.float32).numpy() for each in (run.partition[0], written)), us=30_000
     )
-    run.handler.begin_step(plan)
-    run.handler.commit()
+    run.update(plan)
     assert bool((run.partition[0] - 3.0).abs().max() < 0.5) == (dtype == torch.float32)
 
 
@@ -128,84 +138,126 @@ def test_copies_and_the_users_stream_are_in_order(start: Callable[[Case], CudaRu
     assert torch.equal(torch.cat(seen), torch.cat(stepped.partition)) and not torch.equal(torch.cat(seen), before)
 
 
-SUMMING = "smart-infinity-squares_0"
-
-
 @pytest.fixture
-def summing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the threads that sum the squares of a gradient, one for each sum."""
-    threads, sum_of_squares = list[str](), native.sum_of_squares
-
-    def counted(*arguments: Any) -> float:
-        threads.append(threading.current_thread().name)
-        return sum_of_squares(*arguments)
-
+def summed(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Is called for each sum of squares that was not computed as its gradient arrived."""
+    counted = Mock(wraps=native.sum_of_squares)
     monkeypatch.setattr(native, "sum_of_squares", counted)
-    return threads
+    return counted
 
 
-def test_arrivals_do_not_wait_for_the_device(link: FakeLink, summing: list[str]) -> None:
+def test_arrivals_do_not_wait_for_the_device(link: FakeLink, summed: Mock) -> None:
     """Gradients arrive while the device is busy without a wait. The norm waits for the gradients only.
 
-    A gradient on another stream is added after those before, on the device. A thread sums their squares beside that,
-    none twice. A gradient that replaces one in flight is not overwritten.
+    They travel in their own dtype, on a stream of their own, and are squared beside that. No stream of the user waits,
+    and nothing goes back to the device. A gradient that replaces one in flight is not overwritten.
     """
     arena = GradientArena(layout_of(Case()), link=link)
     arena.buffer.fill_(math.nan)
-    gradients = [torch.randn(12_000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    gradients = [torch.randn(12_000, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in range(3)]
     link.fake.delay(1, 20_000)
+    link.fake.clear()
     gate = link.fake.gate(link.user_stream)
     arena.arrive(1, link.on_device(gradients[0]))
     link.use_other_stream()
     for gradient in gradients[1:]:
         arena.arrive(1, link.on_device(gradient))
-    assert f"cuStreamWaitEvent stream={link.user_stream}" in link.fake.log() and arena.gradient(1).isnan().all()
+    assert arena.gradient(1).isnan().all()
     link.fake.open(gate)
     busy = link.fake.gate(link.user_stream)  # further work on the stream
-    total = gradients[0] + gradients[1] + gradients[2]
+    total = gradients[0].float() + gradients[1] + gradients[2]
     assert arena.sum_of_squares() == pytest.approx(total.double().square().sum().item(), rel=1e-12)
     assert torch.equal(arena.gradient(1), total)
+    copies = [line.split() for line in link.fake.log() if line.startswith("cuMemcpy")]
+    assert {copy[0] for copy in copies} == {"cuMemcpyDtoHAsync_v2"}
+    assert sum(int(copy[2]) for copy in copies) == 3 * 12_000 * 2
+    assert len({copy[3] for copy in copies}) == 1
+    of_user = {f"stream={stream}" for stream in link.streams}
+    assert not of_user & {copy[3] for copy in copies}
+    assert not [line for line in link.fake.log() if line.startswith("cuStreamWaitEvent") and line.split()[1] in of_user]
     link.fake.open(busy)
     arena.arrive(1, link.on_device(gradients[0]))
-    arena.replace(1, gradients[1].clone())  # from the host
+    arena.replace(1, gradients[1].float())  # from the host
     assert arena.sum_of_squares() == pytest.approx(gradients[1].double().square().sum().item(), rel=1e-12)
-    assert set(summing) == {SUMMING}
-    assert len(summing) <= 3
+    summed.assert_called_once()
     arena.close()
-    assert SUMMING not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize(
     ("arena_dtype", "dtype"),
     [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
 )
-def test_accumulation_on_the_device_gives_the_bits_of_the_host(
-    link: FakeLink, summing: list[str], arena_dtype: torch.dtype, dtype: torch.dtype
+def test_gradients_from_the_device_get_the_bits_of_the_host(
+    link: FakeLink, summed: Mock, arena_dtype: torch.dtype, dtype: torch.dtype, num_threads: int
 ) -> None:
     """Gradients from the device, its other streams and the host add up to the host's bits in any order.
 
-    Their squares are summed in the last micro-batch only.
+    So do the sums of their squares, whatever the number of pieces and threads.
     """
-    shapes = ((1_200_000, 1, 0, 0), (7, 0, 0, 0))  # the first is copied in two pieces
+    shapes = ((2_300_000, 1, 0, 0), (7, 0, 0, 0))  # the first does not fit into a slot
     layout = layout_of(Case(shapes=shapes, tasklet_bytes=1 << 20))
-    host, device = GradientArena(layout, dtype=arena_dtype), GradientArena(layout, dtype=arena_dtype, link=link)
+    host = GradientArena(layout, dtype=arena_dtype)
+    device = GradientArena(layout, dtype=arena_dtype, link=link, num_threads=num_threads)
     link.fake.delay(1, 300)
     for number in range(5):
-        device.backward_begins(binds=False, is_last=number == 4)
         for parameter in (0, 1):
             values = torch.randn(
                 layout.parameters[parameter].real_numel, generator=torch.Generator().manual_seed(number)
-            )
-            host.arrive(parameter, values.to(dtype))
-            # Of each parameter a different gradient comes from the host, and the last one of both.
-            on_host = number == 3 * parameter or number == 4
-            device.arrive(parameter, values.to(dtype) if on_host else link.on_device(values.to(dtype)))
+            ).to(dtype)
+            host.arrive_all([parameter], [values])
+            # Of each parameter a different gradient comes from the host.
+            on_host = number == 3 * parameter
+            device.arrive_all([parameter], [values if on_host else link.on_device(torch._neg_view(-values))])
         if number == 2:
             link.use_other_stream()
-    assert device.sum_of_squares() == host.sum_of_squares() and torch.equal(device.buffer, host.buffer)
-    assert summing == 2 * [SUMMING] + 2 * ["MainThread"]
+    summed.reset_mock()
+    assert device.sum_of_squares() == host.sum_of_squares()
+    assert torch.equal(device.buffer, host.buffer)
+    summed.assert_called_once()  # by the host's arena, for a gradient with padding
     host.close()
     device.close()
+
+
+def test_backward_waits_for_a_device_that_is_far_behind(link: FakeLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few bytes may be on their way at once: then the wait is counted, and an interrupt ends it without a loss."""
+    monkeypatch.setattr(arriving_gradients, "MOST_ON_DEVICE_BYTES", 100_000)
+    arena = GradientArena(layout_of(Case()), link=link)
+    gradients = [link.on_device(torch.full((12_000,), float(value))) for value in (1, 2, 4, 8)]
+    gate = link.fake.gate(link.user_stream)
+    for gradient in gradients[:2]:
+        arena.arrive(1, gradient)
+    assert arena.wait_seconds == 0
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        arena.arrive(1, gradients[2])
+    threading.Timer(0.2, link.fake.open, (gate,)).start()
+    arena.arrive(1, gradients[3])
+    assert arena.wait_seconds > 0
+    arena.synchronize()
+    assert (arena.gradient(1) == 11).all()
+    arena.close()
+
+
+def test_gradients_with_a_budget_do_not_wait(link: FakeLink, tmp_path: Path) -> None:
+    """Windows that gradients are on their way into stay in memory. If all are, the first is waited for, and spilled."""
+    layout, store = layout_of_eight(), TensorStore([tmp_path], job="test", direct_io="auto")
+    memory = GradientWindows(layout, torch.float32, budget_bytes=3 * WINDOW, store=store, await_use=lambda _: None)
+    arena = GradientArena(layout, link=link, memory=memory)
+    link.fake.delay(1, 5_000)
+    for number in range(2):
+        gate = link.fake.gate(link.user_stream)
+        for parameter in range(8):
+            if parameter == 3:  # there is room for three
+                link.fake.open(gate)
+            arena.arrive(parameter, link.on_device(torch.full((4096,), 1.0 + parameter + number)))
+            assert memory.memory_bytes <= memory.budget_bytes
+    expected = [3.0 + 2 * parameter for parameter in range(8)]
+    assert arena.sum_of_squares() == 4096 * sum(value**2 for value in expected)
+    assert [bool((arena.gradient(index) == value).all()) for index, value in enumerate(expected)] == [True] * 8
+    assert arena.take_failure() is None
+    assert memory.counters().written_bytes >= 5 * WINDOW
+    arena.close()
 
 
 def begun_within_backward(run: CudaRun, number: int) -> StepPlan:
@@ -251,9 +303,7 @@ def test_updates_within_backward_give_the_bits_of_the_host(
 ) -> None:
     """Tasklets are added while their gradients still travel and the device still uses the parameters."""
     case = SMALL_RING.but(dtype=dtype, cache_bytes=200_000 * (seed % 2), staged=home == "staged", all_active=True)
-    with running(tmp_path / "host", case) as host:
-        host.steps(range(3))
-        expected = host.state()
+    expected = after_steps(tmp_path / "host", case)
     random, run = np.random.default_rng(seed), CudaRun(tmp_path / "device", case, link, on_device=home == "device")
     fake_cuda.delay(seed, 500)
     inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
@@ -404,41 +454,51 @@ def test_a_lost_device_is_reported_and_left(start: Callable[[Case], CudaRun], li
     again.close()
 
 
-@pytest.mark.parametrize("fault", ["cuEventSynchronize", "MemoryError"])
-def test_a_lost_gradient_is_reported_where_it_is_read(
-    link: FakeLink, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    """The norm raises, and the thread that sums has ended; close() unregisters the memory all the same."""
-    arena = GradientArena(layout_of(Case()), link=link)
-    monkeypatch.setattr(native, "sum_of_squares", Mock(side_effect=MemoryError))  # which a failed copy comes before
-    link.fake.fail_copy(skipped=int(fault == "MemoryError"))
-    arena.arrive(1, link.on_device(torch.ones(12_000)))
-    with pytest.raises(CudaError, match=fault):
+LOST = ["cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuEventCreate", "cuStreamWaitEvent", "a copy on its stream"]
+
+
+@pytest.mark.parametrize("fault", LOST)
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_lost_gradient_is_reported_where_it_is_read(link: FakeLink, fault: str, skipped: int) -> None:
+    """Backward goes on. The norm raises, and the next window is whole, unless the stream has failed.
+
+    close() unregisters the memory all the same.
+    """
+    layout = layout_of(Case(shapes=((600_000, 0, 0, 0), (7, 0, 0, 0))))  # the first travels in two pieces
+    arena = GradientArena(layout, link=link, num_threads=2)
+    is_refused = fault in LOST[:-1]
+    link.fake.fail(fault, skipped=skipped) if is_refused else link.fake.fail_copy(skipped=skipped)
+    gradients = [link.on_device(torch.ones(parameter.numel)) for parameter in layout.parameters]
+    for parameter, gradient in enumerate(gradients):
+        arena.arrive(parameter, gradient)
+    with pytest.raises(CudaError, match=fault if is_refused else "cuEventSynchronize"):
         arena.sum_of_squares()
-    assert SUMMING not in [thread.name for thread in threading.enumerate()]
+    arena.reset()
+    for parameter, gradient in enumerate(gradients):
+        arena.arrive(parameter, gradient)
+    if is_refused:
+        assert arena.sum_of_squares() == 600_007
     arena.close()
     assert link.fake.held()["registered"] == 0
 
 
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_memory_that_cannot_be_registered_warns_once(tmp_path: Path, link: FakeLink, skipped: int) -> None:
-    """If the arena or the slots cannot be registered, one warning says so, and results are the same."""
+    """If the ring of gradients or the slots cannot be registered, one warning says so, and results are the same."""
     link.fake.fail("cuMemHostRegister_v2", skipped=skipped)
     with pytest.warns(UserWarning, match=r"CUDA device 0.*cuMemHostRegister_v2.*out of memory.*ulimit -l"):
         run = CudaRun(tmp_path / "device", SMALL_RING, link)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         run.steps(range(3))
-    with running(tmp_path / "host", SMALL_RING) as host:
-        host.steps(range(3))
-        assert_equal(run.state(), host.state())
+    assert_equal(run.state(), after_steps(tmp_path / "host", SMALL_RING))
     run.close()
 
 
-def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, fake_cuda: FakeCuda) -> None:
-    """Every copy is within the registered arena or slots, one for each buffer of the ring, which is not registered.
+def test_exactly_the_ring_of_gradients_and_the_slots_are_registered(tmp_path: Path, fake_cuda: FakeCuda) -> None:
+    """Every copy is within the registered slots: those of gradients, or one for each buffer of the state's ring.
 
-    After close() nothing is registered. With the last reference events, streams and the context are released.
+    The arena and that ring are not registered. After close() nothing is registered. With the last reference events,
+    streams and the context are released.
     """
     before = fake_cuda.held()  # by tests whose device has failed
     link = FakeLink(fake_cuda)
@@ -450,7 +510,7 @@ def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, fake_cud
     run.read()
     ring_bytes = SMALL_RING.num_buffers * max(extent.nbytes for extent in run.layout.extents.extents)
     slots_bytes = run.handler.ring_bytes - ring_bytes
-    arena = (run.arena.buffer.data_ptr(), whole_blocks(run.arena.buffer.nbytes))
+    gradients_bytes = run.arena.ring_bytes
     run.close()
     registered: dict[int, int] = {}
     seen, num_copies = [], 0
@@ -465,7 +525,7 @@ def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, fake_cud
             num_copies += 1
             assert any(begin <= address and address + nbytes <= begin + size for begin, size in registered.items())
     assert not registered and num_copies > 2 * len(run.layout.tasklets)
-    assert seen[0] == arena and [size for _, size in seen[1:]] == [whole_blocks(slots_bytes)]
+    assert [size for _, size in seen] == [gradients_bytes, whole_blocks(slots_bytes)]
     parameters_bytes = 2 * run.layout.extents.tasklet_numel
     assert parameters_bytes <= slots_bytes / SMALL_RING.num_buffers < parameters_bytes + 4096
     link.close()

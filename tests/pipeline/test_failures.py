@@ -28,6 +28,7 @@ from lightning_smartinfinity.pipeline import handler, step, step_batches
 from lightning_smartinfinity.pipeline.gradients import compressed_gradients
 from lightning_smartinfinity.pipeline.parameters import partitions, staged_submission, staging_buffer, submissions
 from lightning_smartinfinity.pipeline.parameters.partitions import TensorPartition
+from tests.helpers.assertions import refused
 from tests.helpers.attacks import Attack
 from tests.helpers.interrupts import Interrupt
 from tests.helpers.long_cases import long_but
@@ -72,8 +73,7 @@ def test_a_failed_step(tmp_path: Path, faults: dict[str, int], kind: type[Storag
             assert type(caught.value) is kind and caught.value.remedy
         assert run.handler.generation == 0
         run.roll_back_to(before)
-        run.handler.begin_step(plan)
-        run.handler.commit()
+        run.update(plan)
         assert run.handler.traffic().steps == 1
 
 
@@ -101,9 +101,8 @@ def test_one_place_cannot_roll_back(tmp_path: Path, committed: bool) -> None:
         if committed:
             with pytest.raises(StorageFullError, match="another rank"):
                 run.handler.commit(together=FULL_ELSEWHERE)
-        with pytest.raises(StorageError, match="durability='none'") as caught:
+        with refused(StorageError, match="durability='none'", remedy="durability='step'"):
             run.handler.roll_back()
-        assert "durability='step'" in caught.value.remedy
 
 
 def test_a_commit_record_that_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +114,7 @@ def test_a_commit_record_that_cannot_be_written(run: Run, monkeypatch: pytest.Mo
     with pytest.raises(StorageFullError, match=r"commit\.bin"):
         run.handler.commit()
     run.roll_back_to(before)
-    run.handler.begin_step(plan)
-    run.handler.commit()
+    run.update(plan)
     assert run.handler.generation == 2
 
 
@@ -163,14 +161,14 @@ def test_a_flipped_bit_is_found(run: Run, offset_in_extent: int, attack: Attack)
     attack("bit flip in state on storage", tries=1, outcome="StorageCorruptError with path and offset")
     place = run.layout.extents.place_offset(int(run.store.placement.positions[2]))
     flip_bit(Path(run.store.files[0].path), place + offset_in_extent)
-    with pytest.raises(StorageCorruptError, match=r"tasklet 2 at offset \d+ of /.*state\.bin is refused") as caught:
+    told = r"tasklet 2 at offset \d+ of /.*state\.bin is refused"
+    with refused(StorageCorruptError, match=told, remedy="checkpoint"):
         run.state()
-    assert "checkpoint" in caught.value.remedy
     run.handler.begin_step(run.collect(3))
     if offset_in_extent == 100:  # a 32-true step reads the partition instead of the master
         run.handler.commit()
         return
-    with pytest.raises(StorageCorruptError, match=r"tasklet 2 at offset \d+ of /.*state\.bin is refused"):
+    with pytest.raises(StorageCorruptError, match=told):
         run.handler.step.wait()
 
 

@@ -86,8 +86,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 def test_tasklets_without_gradient_stay_where_they_are(tmp_path: Path) -> None:
     """A tasklet without an active parameter keeps its place and its generation. A step without any is a generation."""
-    shapes = ((8_192, 0, 0, 0), (4_096, 0, 0, 0), (8_192, 0, 0, 0))
-    with running(tmp_path, Case(shapes=shapes)) as run:
+    with running(tmp_path, Case(shapes=((8_192, 0, 0, 0), (4_096, 0, 0, 0), (8_192, 0, 0, 0)))) as run:
         run.step(2)  # the second parameter has no gradient
         for generation in (1, 2):
             assert (run.handler.generation, run.store.placement.positions.tolist()) == (generation, [5, 6, 2, 8, 9])

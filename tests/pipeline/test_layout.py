@@ -23,7 +23,7 @@ from lightning_smartinfinity.pipeline.state.work import choose_updates
 from lightning_smartinfinity.storage.state import capacities
 from tests.helpers.native_testing import Throttle
 from tests.native.stored import align, region_bytes
-from tests.pipeline.harness import Case, Run, assert_equal, layout_of, running
+from tests.pipeline.harness import Case, Run, after_steps, assert_equal, layout_of, running
 from tests.pipeline.wandering import wander
 
 sizes = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 30_000)), max_size=12)
@@ -255,9 +255,7 @@ def test_tasklets_that_cannot_move(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_full_disk_when_tasklets_are_to_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk is full, tasklets stay in their folders and training gives the same bits."""
-    with running(tmp_path / "one", Case()) as run:
-        run.steps(range(3))
-        expected = run.state()
+    expected = after_steps(tmp_path / "one", Case())
     monkeypatch.setattr(capacities, "has_room", lambda *_, **__: False)
     with running(tmp_path / "two", Case(num_devices=2)) as run:
         wander(run)

@@ -59,8 +59,7 @@ def test_a_plan_counts_what_is_in_flight(store: TensorStore) -> None:
     """
     parts, random_ = PartTransfers(store), random.Random(0)
     seen = [0]
-    lengths = (random_.choice([5_000, 300_000, 999_000, 3 << 20]) for _ in range(60))
-    for numel in (24 << 20, *(200 * [BLOCK]), *lengths):
+    for numel in (24 << 20, *(200 * [BLOCK]), *(random_.choice([5_000, 300_000, 999_000, 3 << 20]) for _ in range(60))):
         parts.put(store.add(numel), 0, torch.zeros(numel, dtype=torch.uint8))
         seen.append(parts.nbytes)
         assert len(parts._in_flight) <= part_transfers._REQUESTS_IN_FLIGHT

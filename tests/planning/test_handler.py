@@ -144,8 +144,7 @@ PUBLISHED = {  # shared read, shared write, SSD to accelerator, accelerator to S
 @pytest.mark.parametrize(("system", "compressed"), PUBLISHED)
 def test_published_traffic(system: System, compressed: bool) -> None:
     """Bytes per parameter equal the paper's for Adam in fp32, and the published system stores gradients in backward."""
-    of = workload(Pairs(0.02) if compressed else Dense(4), parameter_bytes=4)
-    step = simulate_step(machine(), of, system)
+    step = simulate_step(machine(), workload(Pairs(0.02) if compressed else Dense(4), parameter_bytes=4), system)
     traffic = step.traffic
     moved = (traffic.shared_up, traffic.shared_down, traffic.internal_read, traffic.internal_write)
     assert moved == pytest.approx([NUMEL * each for each in PUBLISHED[system, compressed]])
@@ -158,8 +157,7 @@ def test_the_host_moves_extents(state_format: str, parameter_bytes: int) -> None
     """Every tasklet's extent is read and written once, except that the part held by parameters is not read."""
     of = workload(state_format=state_format, tasklet_bytes=None, parameter_bytes=parameter_bytes)
     traffic = simulate_step(machine(), of, System.HOST).traffic
-    extents = of.host_layout(2).extents.extents
-    written = sum(extent.nbytes for extent in extents)
+    written = sum(extent.nbytes for extent in of.host_layout(2).extents.extents)
     held = 2 * NUMEL if state_format == "int8_remainder" else 4 * NUMEL if parameter_bytes == 4 else 0
     assert (traffic.shared_down, traffic.shared_up) == (written, written - held)
 

@@ -6,11 +6,11 @@ import copy
 import dataclasses
 import inspect
 import math
-import os
 import pickle
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,11 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.integrations.lightning_options import checked_options
 from lightning_smartinfinity.native.formats import STATE_FORMATS, optimizers_of
+from lightning_smartinfinity.pipeline.layout.ring import ring_buffers
 from lightning_smartinfinity.settings.strategy import StrategySettings
-from lightning_smartinfinity.zero3.setup.update_device import compute_threads
+from lightning_smartinfinity.storage.io.mounts import num_drives
+from lightning_smartinfinity.zero3.setup import update_device
+from tests.helpers.assertions import assert_helpful
 
 Strategy = type[SmartInfinityStrategy] | type[SmartInfinityFabricStrategy]
 STRATEGIES: tuple[Strategy, ...] = (SmartInfinityStrategy, SmartInfinityFabricStrategy)
@@ -67,8 +70,7 @@ def test_every_argument_is_documented(strategy: Strategy) -> None:
     """Both classes document every argument, in the constructor's order and with the same text."""
     assert strategy.__doc__ is not None and StrategySettings.__doc__ is not None
     section = strategy.__doc__.split("Args:\n")[1].split("\n\n")[0]
-    documented = re.findall(r"^ {8}(\*{0,2}\w+):", section, re.MULTILINE)
-    assert documented == [*DEFAULTS, "**options"]
+    assert re.findall(r"^ {8}(\*{0,2}\w+):", section, re.MULTILINE) == [*DEFAULTS, "**options"]
     shared = StrategySettings.__doc__.split("Args:\n")[1].split("\n\n")[0]
     assert section.startswith(shared)
 
@@ -144,10 +146,9 @@ def test_seconds_of_the_watch(name: str, most: int) -> None:
 )
 def test_a_misspelt_setting(settings: type, wrong: dict[str, Any], meant: str) -> None:
     """The error names the setting that was meant, and is no TypeError."""
-    with pytest.raises(ConfigError) as caught:
+    told = f"{settings.__name__} has no setting {list(wrong)[-1]!r}. Did you mean '{meant}'?"
+    with pytest.raises(ConfigError, match="^" + re.escape(told)):
         settings(**wrong)
-    owner = settings.__name__
-    assert str(caught.value).startswith(f"{owner} has no setting {list(wrong)[-1]!r}. Did you mean '{meant}'?")
 
 
 def test_a_setting_like_no_other() -> None:
@@ -159,6 +160,9 @@ def test_a_setting_like_no_other() -> None:
         assert field.name in caught.value.remedy
 
 
+NO_NUMBERS = (True, "0.01", None, np.array([0.01]))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -167,13 +171,27 @@ def test_a_setting_like_no_other() -> None:
         (lambda: TopK(0.1, ratio=0.2), r"^TopK was given the setting 'ratio' twice\."),
         (lambda: TransferConfig(8), r"TransferConfig\(8\) has values without names"),
         (lambda: StorageTrafficMonitor(True, 4), r"StorageTrafficMonitor\(True, 4\) has values without names"),
+        *(
+            (partial(TopK, ratio), r"TopK\(ratio=.*is out of range.*Pass a number above 0 and at most 1\.")
+            for ratio in (0, -0.1, 1.1, 10**400, Fraction(1, 10**400), math.nan, math.inf, *NO_NUMBERS)
+        ),
+        (partial(TopK, 0.01, error_feedback=1), r"TopK\(error_feedback="),
+        (partial(TopK, 0.01, exact="no"), r"TopK\(exact="),
+        *(
+            (partial(TopK, 0.01, value_dtype=dtype), r"TopK\(value_dtype=")
+            for dtype in ("fp8", 16, np.array(["bf16"] * 2))
+        ),
+        (partial(BlockScaled, error_feedback="yes"), r"BlockScaled\(error_feedback='yes'\)"),
+        *(
+            (partial(SmartInfinityStrategy, compression=value), r"is not a gradient codec.*TopK")
+            for value in (0.01, "TopK", TopK, {"ratio": 0.01})
+        ),
     ],
 )
-def test_a_setting_that_is_left_out_or_without_its_name(make: Callable[[], Any], words: str) -> None:
-    """The error names the class and the setting. The ratio of TopK needs no name."""
+def test_settings_that_are_refused(make: Callable[[], Any], words: str) -> None:
+    """The error names the class and the setting, and says what may be passed."""
     with pytest.raises(ConfigError, match=words):
         make()
-    assert TopK(0.5, False) == TopK(ratio=0.5, error_feedback=False)
 
 
 def test_settings_are_dataclasses_as_before() -> None:
@@ -184,7 +202,7 @@ def test_settings_are_dataclasses_as_before() -> None:
     config = TransferConfig(num_buffers=np.int64(3))  # type: ignore[arg-type]
     assert type(config.num_buffers) is int
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
-    assert dataclasses.replace(config, num_buffers=16) == TransferConfig()
+    assert dataclasses.replace(config, num_buffers="auto") == TransferConfig()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -196,26 +214,6 @@ def test_settings_as_dicts(strategy: Callable[..., Any]) -> None:
     assert settings.transfer == TransferConfig(num_buffers=8, dram_cache_bytes=2**30)
     assert settings.smartssd == SmartSSDConfig(xclbin="kernels.xclbin")
     assert strategy(transfer={})._settings.transfer == TransferConfig()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"transfer": {"num_bufers": 8}}, "TransferConfig has no setting 'num_bufers'. Did you mean 'num_buffers'?"),
-        ({"smartssd": {"device": [0]}}, "SmartSSDConfig has no setting 'device'. Did you mean 'devices'?"),
-        ({"transfer": {"num_buffers": 1}}, "TransferConfig(num_buffers=1) is out of range"),
-        ({"transfer": 8}, "Pass a TransferConfig, or a dict of its settings"),
-        ({"transfer": {8: 8}}, "Pass a TransferConfig, or a dict of its settings"),
-        ({"transfer": SmartSSDConfig()}, "Pass a TransferConfig, or a dict of its settings"),
-        ({"smartssd": "kernels.xclbin"}, "Pass a SmartSSDConfig, or a dict of its settings"),
-    ],
-)
-def test_a_mistake_in_a_dict_of_settings(strategy: Callable[..., Any], options: dict[str, Any], words: str) -> None:
-    """The error is that of the class whose settings they are, or says what may be passed."""
-    with pytest.raises(ConfigError) as caught:
-        strategy(**options)
-    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -251,24 +249,22 @@ def test_a_mistake_in_a_dict_of_settings(strategy: Callable[..., Any], options: 
         ({"stage": 3, "offload_optimizer": True}, "optimizer state is always in the folders of storage="),
         ({"stage": 3, "nvme_path": "/nvme"}, "Pass storage='/nvme'"),
         ({"transfer": {"io_engine": "io_uring_sqpoll"}}, "Use io_engine='io_uring'."),
+        # A mistake within a dict gets the error of the class whose settings they are, or what may be passed.
+        ({"transfer": {"num_bufers": 8}}, "TransferConfig has no setting 'num_bufers'. Did you mean 'num_buffers'?"),
+        ({"smartssd": {"device": [0]}}, "SmartSSDConfig has no setting 'device'. Did you mean 'devices'?"),
+        ({"transfer": {"num_buffers": 1}}, "TransferConfig(num_buffers=1) is out of range"),
+        ({"transfer": 8}, "Pass a TransferConfig, or a dict of its settings"),
+        ({"transfer": {8: 8}}, "Pass a TransferConfig, or a dict of its settings"),
+        ({"transfer": SmartSSDConfig()}, "Pass a TransferConfig, or a dict of its settings"),
+        ({"smartssd": "kernels.xclbin"}, "Pass a SmartSSDConfig, or a dict of its settings"),
     ],
 )
-def test_a_misspelt_option(strategy: Callable[..., Any], options: dict[str, Any], words: str) -> None:
+def test_a_mistaken_option(strategy: Callable[..., Any], options: dict[str, Any], words: str) -> None:
     """The error names the option that was meant, or the setting into which it goes."""
     with pytest.raises(ConfigError) as caught:
         strategy(**options)
-    assert words in str(caught.value)
-    assert caught.value.remedy.endswith(".") and "zero={'offload_optimizer'" not in caught.value.remedy
-
-
-NO_NUMBERS = (True, "0.01", None, np.array([0.01]))
-
-
-@pytest.mark.parametrize("ratio", [0, -0.1, 1.1, 10**400, Fraction(1, 10**400), math.nan, math.inf, *NO_NUMBERS])
-def test_ratio_is_a_share(ratio: Any) -> None:
-    """The ratio is a number above 0 and at most 1. Text is refused."""
-    with pytest.raises(ConfigError, match=r"TopK\(ratio=.*is out of range.*Pass a number above 0 and at most 1\."):
-        TopK(ratio)
+    assert_helpful(caught.value, words)
+    assert "zero={'offload_optimizer'" not in caught.value.remedy
 
 
 @pytest.mark.parametrize("setting", [{"value_dtype": "bf16"}, {"exact": False}])
@@ -280,31 +276,11 @@ def test_what_is_ignored_is_said(setting: dict[str, Any]) -> None:
     assert TopK(0.5).keeps_residual
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"error_feedback": 1},
-        {"exact": "no"},
-        {"value_dtype": "fp8"},
-        {"value_dtype": 16},
-        {"value_dtype": np.array(["bf16"] * 2)},
-    ],
-)
-def test_other_settings_are_checked(setting: dict[str, Any]) -> None:
-    """Flags must be bools, and the type of the values must be a known name; values are sent in the type asked for."""
-    with pytest.raises(ConfigError, match=rf"TopK\({next(iter(setting))}="):
-        TopK(0.01, **setting)
-    with pytest.raises(ConfigError, match=r"BlockScaled\(error_feedback='yes'\)"):
-        BlockScaled(error_feedback="yes")  # type: ignore[arg-type]
+def test_values_are_sent_in_the_type_asked_for() -> None:
+    """A codec of the native library sends fp32, unless another type was asked for. The ratio needs no name."""
     sent = [TopK(0.01, value_dtype=dtype).native().value_dtype().name for dtype in ("auto", "bf16", "fp16")]
     assert sent == ["FLOAT32", "BFLOAT16", "FLOAT16"]
-
-
-@pytest.mark.parametrize("compression", [0.01, "TopK", TopK, {"ratio": 0.01}])
-def test_strategy_takes_codecs_only(compression: Any) -> None:
-    """The strategy refuses a compression that is not a gradient codec, and the error says what to pass."""
-    with pytest.raises(ConfigError, match=r"is not a gradient codec.*TopK"):
-        SmartInfinityStrategy(compression=compression)
+    assert TopK(0.5, False) == TopK(ratio=0.5, error_feedback=False)
 
 
 @pytest.mark.parametrize(
@@ -321,5 +297,33 @@ def test_how_many_threads_update(
     wanted: int | str, cores: int, processes: int, on_gpu: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They never exceed a share of the cores, which is larger where a GPU trains."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    assert compute_threads(wanted, num_processes=processes, on_gpu=on_gpu) == threads
+    monkeypatch.setattr(update_device, "available_cores", lambda: cores)
+    assert update_device.compute_threads(wanted, num_processes=processes, on_gpu=on_gpu) == threads
+
+
+@pytest.mark.parametrize(
+    ("mib", "threads", "drives", "processes", "margin", "buffers"),
+    [
+        (4, 1, 1, 1, 6 << 30, 16),
+        (4, 8, 8, 1, 96 << 30, 8 * 16 + 7),
+        (4, 2, 8, 8, 96 << 30, 17),
+        (4, 1, 4, 3, 96 << 30, 32),
+        (1, 1, 1, 1, 6 << 30, 16),
+        (64, 1, 1, 1, 6 << 30, 8),
+        (4, 1, 8, 1, 2 << 30, 64),
+        (4, 1, 8, 2, 2 << 30, 32),
+        (4, 1, 1, 1, 256 << 20, 8),
+    ],
+)
+def test_how_many_buffers_a_ring_has(
+    mib: int, threads: int, drives: int, processes: int, margin: int, buffers: int
+) -> None:
+    """They suffice for each drive of the process's share and for each thread, if memory is not short."""
+    of = {"threads": threads, "drives": drives, "processes": processes, "margin": margin}
+    assert ring_buffers(tasklet_bytes=mib << 20, **of) == buffers
+
+
+def test_folders_of_one_file_system_are_one_drive(tmp_path: Path) -> None:
+    """Folders count by their file systems, also before they exist."""
+    assert num_drives([tmp_path, tmp_path / "new" / "folder"]) == 1
+    assert num_drives([tmp_path, Path("/proc")]) == 2

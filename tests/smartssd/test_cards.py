@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -32,7 +33,6 @@ from lightning_smartinfinity import (
     UnsupportedError,
     native,
 )
-from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.common.update_rules import RULES
 from lightning_smartinfinity.devices.smartssd import examination, find_cards, gradient_files, opening
 from lightning_smartinfinity.devices.smartssd import kernels as of_package
@@ -51,8 +51,12 @@ from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradien
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
 from lightning_smartinfinity.pipeline.rules import rule_for
 from lightning_smartinfinity.settings.smartssd import XCLBIN_VARIABLE
+from tests.cli.conftest import Cli, cli
 from tests.helpers.golden import RULES as RULE_OF
 from tests.smartssd.fake_machine import GIB, SHELL, XOCL, Machine, smartssd
+from tests.storage.makers import refuse_to_open
+
+__all__ = ["cli"]
 
 WHOLE, SMALL = 4 * GIB, 32 << 20
 
@@ -305,19 +309,12 @@ def test_it_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_unn
 
     That is so on a file system that can make files without names, and on one that cannot.
     """
-    real = os.open
-
-    def refusing(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, os.strerror(95))
-        return real(path, flags, *args, **kwargs)
-
     target, folder = tmp_path / "precious", tmp_path / "folder"
     target.write_text("precious")
     folder.mkdir()
     (folder / gradient_files._NAME).symlink_to(target)
     if not has_unnamed:
-        monkeypatch.setattr(os, "open", refusing)
+        refuse_to_open(monkeypatch, errno.EOPNOTSUPP, lambda flags: flags & os.O_TMPFILE == os.O_TMPFILE)
     with ExitStack() as resources:
         file = open_gradient_file(folder, 8192, resources)
         assert file.direct and os.listdir(folder) == [gradient_files._NAME]
@@ -347,8 +344,7 @@ def equipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     (tmp_path / "xrt").mkdir()
     (tmp_path / "xrt/version.json").write_text('{"BUILD_VERSION": "2.13.466"}')
     (tmp_path / "kernels.xclbin").write_bytes(xclbin(SMARTSSD))
-    there = Runtime(tmp_path / "xrt", "2.13.466", "libxrt.so", False)
-    monkeypatch.setattr(examination, "runtime_of", lambda system: there)
+    monkeypatch.setattr(examination, "runtime_of", lambda _: Runtime(tmp_path / "xrt", "2.13.466", "libxrt.so", False))
     return Machine(tmp_path)
 
 
@@ -410,8 +406,7 @@ def test_no_card_is_opened_in_vain(equipped: Machine, monkeypatch: pytest.Monkey
     """What keeps a card from being opened is the only finding that fails: opening it would tell the same."""
     smartssd(equipped, 0, mounted=str(equipped.root))
     if why == "no XRT":
-        gone = Runtime(equipped.root / "gone", None, "lib.so", False)
-        monkeypatch.setattr(examination, "runtime_of", lambda system: gone)
+        monkeypatch.setattr(examination, "runtime_of", lambda _: Runtime(equipped.root / "gone", None, "lib.so", False))
     else:
         equipped.locked.add(equipped.root / "dev/dri/renderD128")
     failed = [key for key, one in findings(equipped, str(equipped.root)).items() if one.ok is False]
@@ -430,17 +425,13 @@ def test_the_command_does_not_advise_itself(equipped: Machine, monkeypatch: pyte
     assert shown and remedy.startswith(shown) and "selftest" not in shown
 
 
-def test_a_machine_with_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_machine_with_nothing(monkeypatch: pytest.MonkeyPatch, cli: Cli, tmp_path: Path) -> None:
     """Each missing part is reported with a remedy, and the exit status is 1."""
     for name in ("XILINX_XRT", "XCL_EMULATION_MODE", XCLBIN_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    assert main(["selftest", str(tmp_path)]) == 1
-    shown = capsys.readouterr().out
+    shown = cli("selftest", tmp_path, status=1).out
     assert all(told in shown for told in ("FAIL  XILINX_XRT", "setup.sh", "make -C hls xclbin", "FAIL  pairing"))
-    assert main(["selftest", "--json"]) == 1
-    content = json.loads(capsys.readouterr().out)
+    content = json.loads(cli("selftest", "--json", status=1).out)
     failed = {(one["subject"], one["name"]): one["remedy"] for one in content["findings"] if one["ok"] is False}
     assert not content["ok"] and {("XRT", "XILINX_XRT"), ("xclbin", "file"), ("cards", "found")} <= failed.keys()
     assert all(failed.values())
@@ -462,12 +453,10 @@ def test_a_machine_with_nothing(
         (["--mib", "\u0661"], "int from 1 to 4096"),
     ],
 )
-def test_options_out_of_range(capsys: pytest.CaptureFixture[str], arguments: list[str], wanted: str) -> None:
+def test_options_out_of_range(cli: Cli, arguments: list[str], wanted: str) -> None:
     """An option out of range ends the command with a short message that says what is allowed."""
-    with pytest.raises(SystemExit) as ended:
-        main(["selftest", *arguments])
-    shown = capsys.readouterr().err
-    assert ended.value.code == 2 and wanted in shown and len(shown) < 1000
+    shown = cli("selftest", *arguments, status=2).err
+    assert wanted in shown and len(shown) < 1000
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.storage import ExtentMap, StateStore, StoreDescription, create_store, recover_store
 from lightning_smartinfinity.storage.jobs.jobs import Job, find_jobs, with_lost_parts
 from lightning_smartinfinity.storage.spread import Placement
+from tests.native.builds import in_fork
 
 NUMEL = 5_000
 
@@ -182,31 +183,41 @@ def listed(*folders: Path) -> list[Job]:
     return with_lost_parts(folders[0], [job for each in folders for job in find_jobs(each)], calls_of=lambda _: None)
 
 
+def refuse_to_open(monkeypatch: Any, number: int, when: Callable[[int], bool]) -> None:
+    """Make ``os.open`` fail by an error of this number for flags of some kind."""
+    real = os.open
+
+    def refusing(path: Any, flags: int, *rest: Any, **keywords: Any) -> int:
+        if when(flags):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, flags, *rest, **keywords)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+
 def tree(folder: Path) -> set[str]:
     """Return the paths of everything below a folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def killed_before(number: int, action: Callable[[], object]) -> bool:
-    """Do something in a process that ends before a later rename or deletion of a file; return whether there was one.
+def killed_before(number: int, action: Callable[[], object], *, names: Sequence[str] = ("rename", "unlink")) -> bool:
+    """Do something in a process that ends before a later system call of some kinds; return whether there was one.
 
     Args:
-        number: Number of renames and deletions that take place.
+        number: Number of these calls that take place.
         action: Function to call.
+        names: Names of the calls in ``os``.
     """
-    child = os.fork()
-    if child == 0:
-        calls = iter(range(number))
+    left = iter(range(number))
 
-        def counted(call: Any) -> Any:
-            return lambda *args, **kwargs: call(*args, **kwargs) if next(calls, None) is not None else os._exit(9)
+    def counted(call: Any) -> Any:
+        return lambda *args, **kwargs: call(*args, **kwargs) if next(left, None) is not None else os._exit(9)
 
-        os.rename, os.unlink = counted(os.rename), counted(os.unlink)
-        try:
-            action()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) in (0, 9)
+    def counting() -> None:
+        for name in names:
+            setattr(os, name, counted(getattr(os, name)))
+        action()
+
+    status = in_fork(counting)
+    assert status in (0, 9)
     return status != 0

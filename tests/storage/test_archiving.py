@@ -499,8 +499,7 @@ def way(folders: Sequence[Path]) -> Plan:
 def fill(folders: Sequence[Path], *, created: int = NEW, recorded: int = NEW) -> None:
     """Leave stores of the new ranks, of which so many were made and so many are whole."""
     for rank in range(created):
-        is_whole = rank < recorded
-        left(*folders, generations=int(is_whole), steps=[7], rank=rank, world_size=NEW, job_id=SUCCESSOR)
+        left(*folders, generations=int(rank < recorded), steps=[7], rank=rank, world_size=NEW, job_id=SUCCESSOR)
 
 
 @pytest.fixture

@@ -106,8 +106,7 @@ def test_files_that_the_garbage_collector_closes(tmp_path: Path) -> None:
 def test_what_does_not_return(tmp_path: Path, answer: threading.Event) -> None:
     """The error has the path and the seconds. Later calls for the folder are refused until the first returns."""
     seconds, path = lenient(0.2), tmp_path / "a" / "file"
-    told = f"Flushing '{path}' did not return within {seconds:g} s.*io_timeout"
-    with pytest.raises(StorageTimeoutError, match=told):
+    with pytest.raises(StorageTimeoutError, match=f"Flushing '{path}' did not return within {seconds:g} s.*io_timeout"):
         strictly(answer.wait, doing="Flushing", path=path, seconds=seconds)
     with pytest.raises(StorageTimeoutError, match="has not answered an earlier call"):
         strictly(lambda: 7, doing="Asking", path=path)

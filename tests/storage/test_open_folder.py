@@ -29,6 +29,7 @@ from tests.helpers import power_loss
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.runif import RunIf
+from tests.native.builds import in_fork
 from tests.storage.makers import commit_generation, create, created, flipped, left, manifest_with, recovered, tree
 
 PRECIOUS = b"precious\n" * 100
@@ -236,18 +237,17 @@ def test_files_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def as_nobody(call: Callable[[], str]) -> str:
     """Return what a function returns in a process of another user."""
     reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def write() -> None:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
         os.write(writing, call().encode())
-        os._exit(0)
+
+    assert in_fork(write) == 0
     os.close(writing)
     with open(reading) as pipe:
-        said = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0
-    return said
+        return pipe.read()
 
 
 @RunIf(root=True)

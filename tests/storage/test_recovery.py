@@ -74,8 +74,7 @@ def test_newest_generation_is_found(tmp_path: Path) -> None:
         commit_generation(store, generation)
     write_generation(store, 4, tasklets=[0, 3])
     store.close(remove=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         store = recover_store(folders)
     assert (store.generation, store.steps.tolist(), store.tasklet_generations.tolist()) == (3, [3] * 2, [3] * 5)
     assert [each.tolist() for each in store.placement] == [[0, 1, 0, 1, 0], [3, 2, 4, 3, 5]]
@@ -550,8 +549,7 @@ def three_generations(folder: Path) -> Path:
 
 
 def recovered_silently(folder: Path) -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         return recovered(folder)
 
 

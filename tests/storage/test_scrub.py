@@ -30,7 +30,7 @@ from lightning_smartinfinity.storage.state import scrub, space
 from lightning_smartinfinity.storage.state.scrub import scrub_rank
 from tests.helpers.attacks import Attack
 from tests.helpers.native_testing import Hold
-from tests.storage.makers import NUMEL, commit_generation, create, flip, left, tree
+from tests.storage.makers import NUMEL, commit_generation, create, flip, left, refuse_to_open, tree
 from tests.storage.makers import residual_memory as memory
 
 
@@ -121,14 +121,7 @@ def test_the_lock_of_a_store_that_is_read(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_drive_that_is_mounted_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is opened for writing."""
     _, (folder,) = made(tmp_path)
-    real = os.open
-
-    def read_only(path: Any, flags: int, *rest: Any, **keywords: Any) -> int:
-        if flags & os.O_ACCMODE != os.O_RDONLY:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-        return real(path, flags, *rest, **keywords)
-
-    monkeypatch.setattr(os, "open", read_only)
+    refuse_to_open(monkeypatch, errno.EROFS, lambda flags: flags & os.O_ACCMODE != os.O_RDONLY)
     found = scrub_rank([folder], rank=0, show=hidden)
     assert (found.damaged, found.unknown) == ((), ()) and found.num_extents
 
@@ -333,8 +326,7 @@ def test_a_kill_within_the_write(tmp_path: Path, left: str, attack: Attack) -> N
     elif left == "the residual alone":
         path.write_bytes(whole[:end] + bytes(len(whole) - end))
     else:
-        other = (path.parent / "residual-1.bin").read_bytes()
-        path.write_bytes(whole[: end // 2] + other[end // 2 :])
+        path.write_bytes(whole[: end // 2] + (path.parent / "residual-1.bin").read_bytes()[end // 2 :])
     attack("kill while a residual is being written", tries=1, outcome="the residual before it is found")
     job = find_job(tmp_path, "default")
     assert job is not None and job.folders[0].resumable_step == 0

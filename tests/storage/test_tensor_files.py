@@ -10,7 +10,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from lightning_smartinfinity.storage import PARAMETERS, UnnamedFiles, measure_te
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder
 from tests.helpers.unnamed import unnamed_files
 from tests.native.builds import run_python
-from tests.storage.makers import create, created, tree
+from tests.storage.makers import create, created, refuse_to_open, tree
 
 BLOCK = 4096
 
@@ -34,14 +33,9 @@ def test_nothing_is_seen_of_them(has_unnamed: bool, tmp_path: Path, monkeypatch:
 
     This also holds on a file system that cannot make files without names.
     """
-    real, storage = os.open, [tmp_path / "a", tmp_path / "b"]
-
-    def refusing(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE and not has_unnamed:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refusing)
+    storage = [tmp_path / "a", tmp_path / "b"]
+    if not has_unnamed:
+        refuse_to_open(monkeypatch, errno.EOPNOTSUPP, lambda flags: flags & os.O_TMPFILE == os.O_TMPFILE)
     files = make(*storage)
     assert [tree(folder) for folder in storage] == [set(), set()]
     for file, folder in zip(files.files, storage, strict=True):
@@ -145,8 +139,7 @@ def memory_folder() -> Iterator[Path]:
 @for_both
 def test_a_disk(is_direct: Asked, tmp_path: Path) -> None:
     """Direct I/O is used without a warning where the file system has it, and never if it is switched off."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert [is_direct(tmp_path, choice) for choice in ("off", "auto", "on")] == [False, True, True]
 
 
@@ -158,8 +151,7 @@ def test_memory_file_system_warns(is_direct: Asked, memory_folder: Path) -> None
     """
     with pytest.warns(UserWarning, match="tmpfs, which lives in host memory.*direct_io='off'"):
         assert not is_direct(memory_folder, "auto")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert not is_direct(memory_folder, "off")
     with pytest.raises(StorageError, match=r"tmpfs.*direct_io='auto'"):
         is_direct(memory_folder, "on")
@@ -169,19 +161,14 @@ def test_memory_file_system_warns(is_direct: Asked, memory_folder: Path) -> None
 @for_both
 def test_file_system_that_refuses(is_direct: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If direct I/O is refused, "auto" warns and uses the page cache, and "on" is an error that leaves nothing."""
-    real_open, real_fcntl, refused = os.open, fcntl.fcntl, OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    def refuse_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise refused
-        return real_open(path, flags, *args, **kwargs)
+    real = fcntl.fcntl
 
     def refuse_flag(descriptor: int, command: int, value: int = 0) -> int:
         if command == fcntl.F_SETFL and value & os.O_DIRECT:
-            raise refused
-        return real_fcntl(descriptor, command, value)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, command, value)
 
-    monkeypatch.setattr(os, "open", refuse_open)
+    refuse_to_open(monkeypatch, errno.EINVAL, lambda flags: bool(flags & os.O_DIRECT))
     monkeypatch.setattr(fcntl, "fcntl", refuse_flag)
     with pytest.warns(UserWarning, match="refuses O_DIRECT"):
         assert not is_direct(tmp_path, "auto")

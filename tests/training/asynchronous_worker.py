@@ -70,20 +70,18 @@ class Turns(pl.Callback):
             yield
 
 
-def save_twice(root: Path, *, weights_only: bool = False, beside: bool = True) -> Hook:
+def save_twice(root: Path, *, weights_only: bool = False) -> Hook:
     """Return a callback that saves one step twice, first so that training waits, and then beside it.
 
     Args:
         root: The checkpoints are ``waited`` and ``beside`` there.
         weights_only: What the Trainer is told.
-        beside: Whether to make the second save.
     """
 
     def save(trainer: pl.Trainer) -> None:
         with one_name():
             trainer.save_checkpoint(root / "waited", weights_only)
-            if beside:
-                save_beside(trainer, root / "beside", weights_only=weights_only)
+            save_beside(trainer, root / "beside", weights_only=weights_only)
 
     return Hook(SAVE_AT, save)
 

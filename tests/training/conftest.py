@@ -15,13 +15,14 @@ from lightning_smartinfinity.zero3.parameters import param_swapper
 
 @pytest.fixture(autouse=True)
 def sigint() -> Iterator[None]:
-    """Set Python's own Ctrl-C handler for each test.
+    """Set Python's own Ctrl-C handler for each test, and leave that of SIGTERM as it was.
 
     Lightning ignores Ctrl-C after the first one, and so does a process that a shell starts in the background.
     """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sigterm, before = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGTERM, sigterm)
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,15 @@
 """Trains and counts the updates that began within backward: ``python -m tests.training.guesses_worker RUNS.json``.
 
 Also counts how often the host waits for the stream on which a device computes while it fetches a module's parameters,
-and the sums of squares that the step computes, and another thread. The other thread is late.
+the sums of squares that the step computes, and on an emulated device the core's copies on streams of torch.
 """
 
 from __future__ import annotations
 
-import threading
-import time
+import os
 import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,9 +17,10 @@ import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from lightning_smartinfinity import native
+from tests.native.fake_cuda import FakeCuda
 from tests.training.worker import main
 
-_counts: Counter[str] = Counter()
+_counts = Counter({"sums in step": 0})
 
 
 def is_within(function: str) -> bool:
@@ -40,16 +41,25 @@ def count() -> None:
         _counts["waits"] += stream == torch.cuda.default_stream() and is_within("fetch_sub_module")
         synchronize(stream)
 
-    def late_sum(*arguments: Any) -> float:
-        is_beside = "squares" in threading.current_thread().name
-        _counts["sums beside"] += is_beside
+    def counted_sum(*arguments: Any) -> float:
         _counts["sums in step"] += is_within("squares")
-        time.sleep(0.001 * is_beside)
         return sum_of_squares(*arguments)
 
     PartitionedParameterCoordinator.fetch_sub_module = fetch_sub_module
     torch.cuda.Stream.synchronize = synchronize_counting  # type: ignore[method-assign]
-    native.sum_of_squares = late_sum
+    native.sum_of_squares = counted_sum
+
+
+def copies_to_host(optimizer: Any) -> dict[str, int]:
+    """Return the number of copies from the emulated device since the last call, by owner of their stream."""
+    library = os.environ.get("SMART_INFINITY_EMULATED_CUDA")
+    if library is None:
+        return {}
+    fake, of_torch = FakeCuda(Path(library)), {0, optimizer.reduce_and_partition_stream.cuda_stream}
+    streams = [int(line.rpartition("=")[2]) for line in fake.log() if line.startswith("cuMemcpyDtoHAsync")]
+    fake.clear()
+    by_torch = len([stream for stream in streams if stream in of_torch])
+    return {"torch": by_torch, "ours": len(streams) - by_torch}
 
 
 def guesses(trainer: pl.Trainer) -> dict[str, Any]:
@@ -61,10 +71,13 @@ def guesses(trainer: pl.Trainer) -> dict[str, Any]:
         "binding": optimizer.speculation.num_binding,
         "discarded": optimizer.speculation.num_discarded,
         "counts": dict(_counts),
+        "copies": copies_to_host(optimizer),
+        "ring_bytes": optimizer.rank_state.arena.ring_bytes,
         "pinned": {param.requires_grad: param.ds_tensor.is_pinned() for param in trainer.model.parameters()},
     }
     trainer.strategy.close()  # type: ignore[attr-defined]
-    return figures | {"threads": [thread.name for thread in threading.enumerate() if "squares" in thread.name]}
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return figures | {"threads": [name for name in threads if name == "smart-inf-grad"]}
 
 
 if __name__ == "__main__":

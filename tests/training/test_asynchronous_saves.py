@@ -44,6 +44,22 @@ from tests.training.storage_worker import StorageRun, end_of, launch
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 IN_BF16 = {"precision": "bf16-mixed"}
 WITHOUT_EPS: dict[str, Any] = {"optimizer": "SGD", "eps": None}
+
+
+def write_from_outside(trainer: pl.Trainer) -> None:
+    """Change a master and a moment."""
+    weight: Any = trainer.lightning_module.model.blocks[0].up.weight
+    master = safe_get_full_fp32_param(weight)
+    safe_set_full_fp32_param(weight, 2 * master)
+    safe_set_full_optimizer_state(weight, torch.ones_like(master), "exp_avg")
+
+
+def changes_beside(saved: Path) -> list[pl.Callback]:
+    """Return callbacks that write and load beside a save."""
+    load = Hook(SAVE_AT + 2, lambda trainer: trainer.strategy.load_checkpoint(saved))
+    return [Hook(SAVE_AT + 1, write_from_outside), load]
+
+
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"state_format": "bf16", "recipe": IN_BF16},
@@ -63,21 +79,27 @@ CASES: dict[str, dict[str, Any]] = {
     "validation": {"recipe": {"validate": True}, "trainer": {"val_check_interval": 2}, "overlap": "forward"},
     "page cache": {"transfer": {"io_engine": "plain"}},
     "weights only": {"weights_only": True, "state_format": "int8", "recipe": IN_BF16},
+    "changes beside it, forward": {"changes": changes_beside, "overlap": "forward"},
+    "changes beside it, backward": {"changes": changes_beside, "overlap": "backward"},
 }
-USUAL = ("fp16, skipped steps", "parameters on storage, backward", "weights only")
+USUAL = ("fp16, skipped steps", "parameters on storage, backward", "weights only", "changes beside it, forward")
 
 
 @pytest.mark.parametrize("name", long_but(USUAL, CASES))
 def test_a_save_beside_training_equals_one_that_training_waits_for(name: str, tmp_path: Path) -> None:
-    """With a step between any two windows, each file is the same to the byte, and so is the rest of the training."""
+    """With a step between any two windows, each file is the same to the byte, and so is the rest of the training.
+
+    What a callback writes or loads meanwhile changes nothing in the save.
+    """
     settings, turns = dict(CASES[name]), Turns()
+    changes = settings.pop("changes", lambda _: [])
     save = save_twice(tmp_path, weights_only=settings.pop("weights_only", False))
     with turns.taken():
-        losses = train(tmp_path, turns, save, **settings)
+        losses = train(tmp_path, turns, save, *changes(tmp_path / "waited"), **settings)
     assert turns.num_windows > 2 or name == "SGD", "training did not go on beside the save"
     assert (
         contents(tmp_path / "beside") == contents(tmp_path / "waited")
-        and losses == train(tmp_path / "plain", **settings)
+        and losses == train(tmp_path / "plain", *changes(tmp_path / "waited"), **settings)
         and contents(tmp_path / "end") == contents(tmp_path / "plain/end")
     )
 
@@ -88,32 +110,6 @@ def test_a_save_of_two_processes_equals_one_that_they_wait_for(tmp_path: Path) -
         min(on_ranks(save_on_two, tmp_path)) > 1
         and len(contents(tmp_path / "beside")) > 4
         and contents(tmp_path / "beside") == contents(tmp_path / "waited")
-    )
-
-
-def write_from_outside(trainer: pl.Trainer) -> None:
-    """Change a master and a moment."""
-    weight: Any = trainer.lightning_module.model.blocks[0].up.weight
-    master = safe_get_full_fp32_param(weight)
-    safe_set_full_fp32_param(weight, 2 * master)
-    safe_set_full_optimizer_state(weight, torch.ones_like(master), "exp_avg")
-
-
-@pytest.mark.parametrize("overlap", long_but(["forward"], ["forward", "backward"]))
-def test_what_happens_beside_a_save_changes_nothing_in_it(overlap: str, tmp_path: Path) -> None:
-    """The files are those of a save that training waits for, and the training is as it is without one."""
-
-    def actions(root: Path) -> list[pl.Callback]:
-        write = Hook(SAVE_AT + 1, write_from_outside)
-        return [write, Hook(SAVE_AT + 2, lambda trainer: trainer.strategy.load_checkpoint(root / "waited"))]
-
-    turns, plain = Turns(), tmp_path / "plain"
-    with turns.taken():
-        losses = train(tmp_path, turns, save_twice(tmp_path), *actions(tmp_path), overlap=overlap)
-    assert (
-        contents(tmp_path / "beside") == contents(tmp_path / "waited")
-        and losses == train(plain, save_twice(plain, beside=False), *actions(plain), overlap=overlap)
-        and contents(tmp_path / "end") == contents(plain / "end")
     )
 
 
@@ -291,13 +287,8 @@ def test_a_failed_save_ends_the_fit_of_all_processes(tmp_path: Path) -> None:
 
 def test_a_failure_near_the_end_is_raised_by_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that fails after the last step makes the fit fail."""
-
-    def refused(*_: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(folder_swap, "put_save_in_place", refused)
+    monkeypatch.setattr(folder_swap, "put_save_in_place", Mock(side_effect=OSError(5, "Input/output error")))
     turns = Turns()
-
     save = Hook(SAVE_AT, lambda trainer: save_beside(trainer, tmp_path / "c.ckpt"))
     with turns.taken(), pytest.raises(CheckpointError, match="could not be put in place"):
         train(tmp_path, turns, save)

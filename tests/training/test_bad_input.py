@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -26,7 +27,6 @@ from lightning_smartinfinity import (
     SmartInfinityFabricStrategy,
     SmartInfinityStrategy,
     StorageError,
-    StorageFullError,
     StorageLockedError,
     TransferConfig,
     UnsupportedError,
@@ -37,6 +37,7 @@ from lightning_smartinfinity.zero3.optimizer.gradient_path import GradientPath
 from tests.helpers import trainers
 from tests.helpers.assertions import assert_helpful, refused
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.streamed_state import DEFAULTS
 
 
 def fit(module: pl.LightningModule, strategy: SmartInfinityStrategy, root: Path, **trainer: Any) -> pl.Trainer:
@@ -158,6 +159,37 @@ def test_transfer_settings_out_of_range_raise(settings: dict[str, Any]) -> None:
         TransferConfig(**settings)
 
 
+STORED = {"offload_param": {"device": "nvme"}}
+BUDGET = {"transfer": {"parameter_bytes": "1MB"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        # What follows from a budget is not set beside it, and its parameters have to be on storage.
+        ({**BUDGET, "zero": None}, "needs parameters on storage"),
+        ({**BUDGET, "zero": {"offload_param": {"device": "cpu"}}}, "needs parameters on storage"),
+        ({**BUDGET, "zero": {**STORED, "stage3_max_live_parameters": 5}}, "live_parameters': ...} follows from"),
+        ({**BUDGET, "zero": {**STORED, "prefetch_bucket_size": 5}}, "'prefetch_bucket_size': ...} follows from"),
+        (
+            {**BUDGET, "zero": {"offload_param": {"device": "nvme", "buffer_count": 5}}},
+            "'buffer_count': ...}} follows from",
+        ),
+        ({"plan": "fast"}, "plan='fast'"),
+        ({"plan": {"batchsize": 2}}, "batchsize"),
+        ({"plan": {"batch": 0}}, "batch=0"),
+        ({"plan": {"state_formats": ["fp8"]}}, "state_formats"),
+        ({"plan": {"host_memory": "much"}}, "host_memory"),
+        ({"plan": {"model": ""}}, "model=''"),
+        ({"plan": {"optimizer": "Lion"}}, "optimizer='Lion'"),
+    ],
+)
+def test_settings_that_the_constructor_passes_on(settings: dict[str, Any], named: str) -> None:
+    """What contradicts a budget of parameters, and a plan that says nothing sensible, raise in the constructor."""
+    with refused(ConfigError, named):
+        SmartInfinityStrategy(**settings)
+
+
 def test_checkpoints_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that would go to a URL, or come from one, is refused; no folder with its name is created.
 
@@ -253,6 +285,15 @@ REFUSED: dict[str, tuple[Callable[[], LitTiny], dict[str, Any], type[SmartInfini
         UnsupportedError,
         ("'bf16'", "Adagrad", "'fp32'", "AdamW"),
     ),
+    **{
+        f"remainders in {precision}": (
+            partial(LitTiny, Recipe(precision=precision)),
+            {"state_format": "int8_remainder"},
+            ConfigError,
+            ("'int8_remainder'", "bf16-mixed", "'int8'"),
+        )
+        for precision in ("32-true", "16-mixed")
+    },
     "a parameter given twice": (
         lambda: optimized(lambda params: ADAMW([*params, params[0]])),
         {},
@@ -301,35 +342,24 @@ def test_what_is_refused_before_anything_is_written(name: str, tmp_path: Path, m
     monkeypatch.setattr(GradientPath, "bypasses_buckets", False)  # one process on a CPU uses no buckets
     (tmp_path / "file").write_text("in the way")
     make, settings, error, named = REFUSED[name]
+    module = make()
     strategy = SmartInfinityStrategy(**{**settings, "storage": tmp_path / settings.get("storage", "s")})
     with refused(error, *named):
-        fit(make(), strategy, tmp_path)
+        fit(module, strategy, tmp_path, precision=module.recipe.precision)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_memory_file_system_warns_or_refuses() -> None:
-    """On tmpfs the strategy warns by default and raises with direct_io="on"."""
-    with TemporaryDirectory(dir="/dev/shm") as name:
+def test_a_memory_file_system_warns_or_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    """On tmpfs the strategy warns by default and raises with direct_io="on". State is not in memory a second time."""
+    with TemporaryDirectory(dir="/dev/shm") as name, caplog.at_level(logging.INFO):
         folder = Path(name)
-        strategy = SmartInfinityStrategy(folder)
+        strategy = SmartInfinityStrategy(folder, transfer={**DEFAULTS})
         with pytest.warns(UserWarning, match=r"tmpfs"):
             fit(LitTiny(Recipe()), strategy, folder)
+        assert f"the limit is 0.00 GiB: the files in {name!r} are in memory already" in caplog.text
         strategy.close()
         with refused(StorageError, name):
             fit(LitTiny(Recipe()), SmartInfinityStrategy(folder, transfer=TransferConfig(direct_io="on")), folder)
-
-
-def test_too_little_space_is_found_before_anything_is_allocated(tmp_path: Path) -> None:
-    """The message has the bytes needed and the bytes free, and no state file is left."""
-    with pytest.raises(StorageFullError) as caught, free_bytes(75 * 4096):
-        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
-    assert_helpful(caught.value, str(tmp_path / "s"), "0.29 MiB are free")
-    needed = re.search(r"needs ([\d.]+) MiB", str(caught.value))
-    assert needed is not None, caught.value
-    numel = sum(parameter.numel() for parameter in LitTiny(Recipe()).parameters())
-    both_places_bytes = 2 * 12 * numel
-    assert both_places_bytes <= float(needed.group(1)) * 2**20 < 1.25 * both_places_bytes
-    assert not list(tmp_path.rglob("*.bin"))
 
 
 def test_two_jobs_on_one_folder_are_kept_apart(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import logging
 import math
-import os
 import re
 import threading
 import warnings
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -29,10 +29,10 @@ from lightning_smartinfinity import (
     TopK,
     TransferConfig,
 )
-from lightning_smartinfinity.pipeline.gradients import device_selection
+from lightning_smartinfinity.pipeline.gradients import compressed_gradients, device_selection
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients, feed_back_threads
 from lightning_smartinfinity.pipeline.handler import TransferHandler
-from lightning_smartinfinity.planning import cost
+from lightning_smartinfinity.planning import automatic_strategy, cost
 from lightning_smartinfinity.planning.automatic_strategy import warn_of_no_gain
 from lightning_smartinfinity.storage.records.residual_write import ResidualWrite
 from lightning_smartinfinity.zero3.optimizer import open_state
@@ -328,10 +328,6 @@ class OddState(pl.Callback):
         return {"kept": [1, object()]}
 
 
-def no_residual(*_: Any) -> None:
-    raise StorageError("Cannot write.", "Look at the disk.")
-
-
 @pytest.mark.parametrize(
     ("callback", "num_before", "reason"),
     [
@@ -349,7 +345,8 @@ def test_a_fit_that_cannot_be_recorded(
     So is a disk that takes no residual.
     """
     if callback is None:
-        monkeypatch.setattr(ResidualWrite, "_write", no_residual)
+        fails = mock.Mock(side_effect=StorageError("Cannot write.", "Look at the disk."))
+        monkeypatch.setattr(ResidualWrite, "_write", fails)
     strategy = strategy_in(tmp_path)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -390,7 +387,8 @@ QUICK = TopK(0.01, error_feedback=False)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process be rank 0 on a machine with 64 cores."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    for module in (automatic_strategy, compressed_gradients):
+        monkeypatch.setattr(module, "available_cores", lambda: 64)
 
 
 def reasons(

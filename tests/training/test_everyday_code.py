@@ -26,6 +26,7 @@ from lightning_smartinfinity.zero3.parameters import torch_functions
 from tests.helpers.plain import assert_alike
 from tests.helpers.ranks import on_ranks
 from tests.helpers.trainers import fit, quiet_trainer
+from tests.huggingface.trained import calling
 from tests.training.everyday_code import (
     READS,
     Touched,
@@ -125,12 +126,10 @@ def by_transformers(
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             return loss_of(self.model, model, inputs["x"][0], self.state.global_step)
 
-    class Hooks(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            between_backward_and_step(kwargs["model"], state.global_step)
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            after_step(kwargs["model"], state.global_step - 1)
+    hooks = calling(
+        on_pre_optimizer_step=lambda args, state, *_, model, **__: between_backward_and_step(model, state.global_step),
+        on_step_end=lambda args, state, *_, model, **__: after_step(model, state.global_step - 1),
+    )
 
     def train(config: dict[str, Any] | None) -> list[Any]:
         args = transformers.TrainingArguments(
@@ -150,7 +149,7 @@ def by_transformers(
         model: Any = Model.from_pretrained(root / "model") if late else Model(transformers.PretrainedConfig())
         model.terms = terms
         data: Any = [{"x": batch} for batch in batches(terms)]
-        Trainer(model=model, args=args, train_dataset=data, callbacks=[Hooks()]).train()
+        Trainer(model=model, args=args, train_dataset=data, callbacks=[hooks]).train()
         model.seen.append(sums(model))
         return model.seen  # type: ignore[no-any-return]
 

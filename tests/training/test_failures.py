@@ -12,7 +12,7 @@ import shutil
 import signal
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -283,30 +283,26 @@ def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(
 
 
 def test_a_step_that_the_loop_has_counted_fails(straight: Straight, tmp_path: Path) -> None:
-    """A checkpoint saved then says what it lacks, and resuming from storage repeats the step."""
-    settings: dict[str, Any] = {"overlap": "forward", "max_steps": RECIPE.max_steps}
+    """A checkpoint saved then says what it lacks, and resuming from storage repeats the step.
+
+    The memory of gradients, which have a budget, does not outlive the training.
+    """
+    transfer = {"tasklet_bytes": 64 << 10, "gradient_bytes": 48 << 10}
+    settings: dict[str, Any] = {"overlap": "forward", "max_steps": RECIPE.max_steps, "transfer": transfer}
     trainer = quiet_trainer(tmp_path, callbacks=[failing_write(2)], **settings)
     with pytest.raises(StorageError):
         trainer.fit(LitTiny(RECIPE))
     assert trainer.global_step == 3 and trainer.strategy.optimizers[0].update.drained_handler().generation == 2
     with pytest.warns(UserWarning, match="does not have the last step .* was rolled back .*resume from storage"):
         trainer.save_checkpoint(tmp_path / "rescued.ckpt")
-    trainer.strategy.close()  # type: ignore[attr-defined]
-    resumed, _, b = train(Run(out=str(tmp_path), recipe=RECIPE, resume="storage", options={"overlap": "forward"}))
-    assert_ends_alike(resumed, b, straight, after=2)
-
-
-def test_the_memory_of_gradients_is_freed_after_a_failed_step(tmp_path: Path) -> None:
-    """It does not outlive a training with a budget whose update failed when the loop had gone on."""
-    settings: dict[str, Any] = {"transfer": {"tasklet_bytes": 64 << 10, "gradient_bytes": 48 << 10}, "max_steps": 6}
-    trainer = quiet_trainer(tmp_path, callbacks=[failing_write(2)], overlap="forward", **settings)
-    with suppress(StorageError):
-        trainer.fit(LitTiny(RECIPE))
     found = weakref.ref(trainer.strategy.optimizers[0].rank_state.arena._memory)
     trainer.strategy.close()  # type: ignore[attr-defined]
     del trainer
     gc.collect()
     assert found() is None
+    options = {"overlap": "forward"}
+    resumed, _, b = train(Run(str(tmp_path), RECIPE, resume="storage", transfer=transfer, options=options))
+    assert_ends_alike(resumed, b, straight, after=2)
 
 
 @pytest.mark.parametrize(
@@ -450,4 +446,5 @@ def test_every_rank_raises_our_own_error(case: str, attempted: Attempted) -> Non
         if case == "no-space-for-both":  # each rank's state alone would fit
             needed, free = map(float, re.findall(r"([\d.]+) MiB", outcome["message"]))
             assert needed / 2 < free < needed
+            assert f"{case}/storage" in outcome["message"]
     assert after[case] == before[case]

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import logging
+import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageCorruptError, TopK, UnsupportedError
+from lightning_smartinfinity import (
+    ConfigError,
+    SmartInfinityStrategy,
+    StorageCorruptError,
+    TopK,
+    UnsupportedError,
+    native,
+)
 from lightning_smartinfinity.common.machine import machine_identity
 from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
 from lightning_smartinfinity.pipeline.handler import TransferHandler
@@ -22,6 +33,7 @@ from lightning_smartinfinity.pipeline.step import Step
 from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from lightning_smartinfinity.zero3.setup import open_storage as storage
+from lightning_smartinfinity.zero3.setup import state_in_memory
 from tests.helpers.assertions import assert_equal
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
@@ -140,7 +152,7 @@ def test_auto_where_not_all_gradients_fit(
     recipe = dataclasses.replace(PLAIN, depth=6)
     straight = result(run_of(tmp_path / "straight", recipe, "none"))
     assert not memories
-    monkeypatch.setattr(storage, "measure_memory", memory_of(300_000))
+    monkeypatch.setattr(storage, "measure_memory", memory_of(itertools.repeat(300_000)))
     with caplog.at_level(logging.INFO):
         assert_same(result(run_of(tmp_path / "auto", recipe, "forward")), straight)
     (memory,) = memories
@@ -313,13 +325,13 @@ def test_a_weight_that_is_used_once_more(ranks: int, tmp_path: Path) -> None:
         assert outcome["binding"] == 2 and outcome["generation"] == 4 and outcome["differ"] == []
 
 
-def memory_of(available: int, *asked: list[int]) -> Any:
-    """Return a fake measurement of a machine with ``available`` free bytes; lists get what is to be reserved."""
+def memory_of(available: Iterator[int], *asked: list[int]) -> Any:
+    """Return a fake measurement of a machine with these free bytes; lists get what is to be reserved."""
 
     def measure(*, reserved: int) -> MemoryReport:
         for each in asked:
             each.append(reserved)
-        return MemoryReport(machine=machine_identity(), limits={"machine": MemoryLimit(0, available)}, reserved=0)
+        return MemoryReport(machine=machine_identity(), limits={"machine": MemoryLimit(0, next(available))}, reserved=0)
 
     return measure
 
@@ -342,8 +354,9 @@ def test_what_is_free_becomes_a_cache(
     """
     asked: list[int] = []
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(storage, "measure_memory", memory_of(100_000, asked))
-    transfer = {**SMALL_RING, "dram_cache_bytes": "auto", "durability": durability, **budget}
+    monkeypatch.setattr(state_in_memory, "measure_memory", memory_of(itertools.repeat(100_000), asked))
+    ring = {"tasklet_bytes": SMALL_RING["tasklet_bytes"], "compute_threads": 3}
+    transfer = {**ring, "dram_cache_bytes": "auto", "durability": durability, **budget}
     options = {"overlap": "none", "activations": activations}
     _, trainer, _ = train(Run(out=str(tmp_path), recipe=BF16, transfer=transfer, options=options))
     strategy: Any = trainer.strategy
@@ -354,6 +367,48 @@ def test_what_is_free_becomes_a_cache(
         and (traffic.cached_write_bytes > 0) == (durability == "none")
     )
     assert caplog.text.count("stay in host memory; the limit is 0.00 GiB: its share of what is free") == 1
-    ring = SMALL_RING["num_buffers"] * SMALL_RING["tasklet_bytes"]
+    assert "num_buffers='auto': 18 buffers of" in caplog.text  # 16 for the drive, and one for each other thread
     gradients = strategy.host_bytes["gradient_arena"] if durability == "step" else 200_000
-    assert asked[0] == pytest.approx(ring + gradients + (0 if activations is None else 10**7), rel=0.02)
+    assert asked[0] == pytest.approx(
+        2 * 18 * ring["tasklet_bytes"] + gradients + (0 if activations is None else 10**7), rel=0.02
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "measured", "given", "reason"),
+    [
+        ("auto", [10**6, 0, -1], 9, "other processes have taken memory meanwhile"),
+        ("auto", 9 * [10**6], 1, "the system refuses more (Cannot allocate memory)"),
+        (10**6, [], 1, "the system refuses so much: Cannot allocate memory. Pass less"),
+    ],
+)
+def test_memory_that_is_not_there(
+    wanted: int | str,
+    measured: list[int],
+    given: int,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By default less state is in memory, and the log says why; a size of the user's is refused."""
+    caplog.set_level(logging.INFO)
+    pieces = iter(range(given))
+
+    def allocate(nbytes: int) -> native.HostBuffer:
+        if next(pieces, None) is None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return native.HostBuffer(nbytes)
+
+    monkeypatch.setattr(state_in_memory, "native", SimpleNamespace(HostBuffer=allocate))
+    monkeypatch.setattr(state_in_memory, "measure_memory", memory_of(iter(measured)))
+    monkeypatch.setattr(state_in_memory, "_LEAST_PIECE", 1)
+    run = Run(out=str(tmp_path), recipe=BF16, transfer={**SMALL_RING, "dram_cache_bytes": wanted}, options={})
+    if wanted != "auto":
+        with pytest.raises(ConfigError, match=rf"\(dram_cache_bytes={wanted}\).* {reason}"):
+            train(run)
+        return
+    _, trainer, _ = train(run)
+    strategy: Any = trainer.strategy
+    assert 0 < strategy.host_bytes["dram_cache"] <= SMALL_RING["tasklet_bytes"]
+    assert f"stay in host memory; the limit is 0.00 GiB: {reason}" in caplog.text

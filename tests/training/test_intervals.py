@@ -28,7 +28,7 @@ from lightning_smartinfinity.storage.state.parts import point_of
 from lightning_smartinfinity.storage.state.state_store import StateStore
 from lightning_smartinfinity.zero3.optimizer.persistence import Persistence
 from lightning_smartinfinity.zero3.settings import OffloadSettings
-from lightning_smartinfinity.zero3.setup import open_storage
+from lightning_smartinfinity.zero3.setup import state_in_memory
 from lightning_smartinfinity.zero3.setup.reopening import newest_common
 from tests.export.models import LitModel, exported, files_of
 from tests.helpers.models import LitTiny, Recipe
@@ -182,7 +182,7 @@ def test_ranks_that_end_at_different_steps() -> None:
 
 def steps_stored(root: Path) -> list[int | None]:
     """Train on two ranks, of which the last has no memory for state; return the steps that were written last."""
-    measure, stored = open_storage.measure_memory, list[int | None]()
+    measure, stored = state_in_memory.measure_memory, list[int | None]()
 
     def measured(**settings: Any) -> Any:
         memory = measure(**settings)
@@ -194,7 +194,7 @@ def steps_stored(root: Path) -> list[int | None]:
         assert bool(handler.num_resident) == (dist.get_rank() == 0)
         stored.append(handler.stored_step)
 
-    with mock.patch.object(open_storage, "measure_memory", measured):
+    with mock.patch.object(state_in_memory, "measure_memory", measured):
         fit(
             LitTiny(Recipe()),
             root,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -15,12 +16,13 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from lightning_smartinfinity import SmartInfinityStrategy, StorageError, UnsupportedError
+from lightning_smartinfinity import SmartInfinityStrategy, StorageError, StorageTimeoutError, UnsupportedError
 from tests.helpers import native_testing as testing
 from tests.helpers.long_cases import long_but
 from tests.helpers.plain import Everything, assert_like_plain_lightning
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.waiting import assert_threads_end, join, num_threads
+from tests.training.actions import does
 
 
 class Broken(Exception):
@@ -88,6 +90,28 @@ def test_an_exception_leaves_the_last_step(place: str, tmp_path: Path) -> None:
 
     assert_like_plain_lightning(scenario, tmp_path)
     assert remaining[0] == remaining[1] == remaining[2][2:]  # of ours, which is run last
+
+
+def test_one_callback_waits_for_a_disk(tmp_path: Path) -> None:
+    """A callback whose save waited in vain, and which goes on, is the last that saves after an error.
+
+    So it is if a second fit of the same Trainer fails before it is set up.
+    """
+    waits = Mock(side_effect=StorageTimeoutError("It hangs.", "Look for it."))
+
+    def save(trainer: pl.Trainer, *_: Any) -> None:
+        with suppress(StorageTimeoutError):
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    trainer = quiet_trainer(tmp_path, callbacks=[does(on_exception=save), does(on_exception=save)])
+    trainer.strategy._fit_record.add_point = waits  # type: ignore[attr-defined]
+    module: Any = Breaking("forward", step=1)
+    for fits in (1, 2):
+        with pytest.warns(UserWarning, match="No checkpoint is saved"), pytest.raises(Broken):
+            trainer.fit(module)
+        assert waits.call_count == fits
+        module.prepare_data = Mock(side_effect=Broken)
+    trainer.strategy.close()  # type: ignore[attr-defined]
 
 
 def stores(folder: Path) -> list[str]:

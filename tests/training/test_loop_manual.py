@@ -32,7 +32,9 @@ from tests.training.small import Small, assert_as_in_memory, changed
 
 
 class Manual(Everything):
-    """A module with two backward passes per step, for subclasses to extend."""
+    """A module with a backward pass per step for each part of the batch, for subclasses to extend."""
+
+    num_parts = 2
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +42,8 @@ class Manual(Everything):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
-        for half in batch.chunk(2):
-            loss = self.model(half)
+        for part in batch.chunk(self.num_parts):
+            loss = self.model(part)
             self.losses.append(float(loss.detach()))
             self.between(optimizer, loss)
         self.finish(optimizer)

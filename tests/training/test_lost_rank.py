@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from lightning_smartinfinity.errors import StorageTimeoutError
+from lightning_smartinfinity.integrations.trainer import shutdown
 from lightning_smartinfinity.integrations.trainer.shutdown import SavesAfterError
 from lightning_smartinfinity.native import RANK_LOST_STATUS
 from tests.helpers import fuse
@@ -146,23 +148,6 @@ def test_ctrl_c_with_activations_on_storage(asked: tuple[int, ...], ranks: Ranks
     assert not list(ranks.folder.rglob("*activations*"))
 
 
-def assert_not_saved(ranks: Ranks) -> None:
-    """Check that no rank has begun to save a checkpoint after its error, and that each says so if it has trained."""
-    assert not (ranks.folder / "kept").exists()
-    said = [f"No checkpoint is saved on rank {rank}" in ranks.said(rank) for rank in range(2)]
-    assert said == [ranks.doing == "fit"] * 2, ranks.said(0) + ranks.said(1)
-
-
-@pytest.mark.parametrize("ranks", [("interrupted",)], ids=str, indirect=True)
-def test_ctrl_c_between_backward_and_step(ranks: Ranks) -> None:
-    """Rank 1 ends without waiting for the other one, which would have to join a gather of its gradients."""
-    for rank in range(2):
-        assert ranks.status(rank) == 1, ranks.said(rank)
-    interrupted = f"RankLostError: R{NAME[1:]} failed with KeyboardInterrupt"
-    assert interrupted in ranks.said(0), ranks.said(0) + ranks.said(1)
-    assert_not_saved(ranks)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "asked"),
@@ -196,15 +181,30 @@ def test_a_stopped_rank(ranks: Ranks, attack: Attack) -> None:
     assert f"{NAME} is lost" in ranks.said(1)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [("failed",), ("failed", "validate")], ids=str, indirect=True)
-def test_a_rank_that_fails_alone(ranks: Ranks, attack: Attack) -> None:
-    """The other rank repeats what it failed with."""
-    attack("an error on one of two machines", tries=1, outcome="the other one ends with RankLostError")
+@pytest.mark.parametrize(
+    ("ranks", "error"),
+    [
+        (("interrupted",), "KeyboardInterrupt"),
+        *(
+            pytest.param(("failed", doing), "ValueError: the fourth batch is bad", marks=LONG)
+            for doing in ("fit", "validate")
+        ),
+    ],
+    ids=str,
+    indirect=["ranks"],
+)
+def test_a_rank_that_fails_alone(error: str, ranks: Ranks, attack: Attack) -> None:
+    """The other rank repeats what it failed with. No rank begins to save a checkpoint, and each says so if it trains.
+
+    Interrupted between backward and step, it does not wait for the other one, which would have to join a gather.
+    """
+    if ranks.cause == "failed":
+        attack("an error on one of two machines", tries=1, outcome="the other one ends with RankLostError")
     for rank in range(2):
         assert ranks.status(rank) == 1, ranks.said(rank)
-    assert f"RankLostError: R{NAME[1:]} failed with ValueError: the fourth batch is bad" in ranks.said(0)
-    assert_not_saved(ranks)
+        assert (f"No checkpoint is saved on rank {rank}" in ranks.said(rank)) == (ranks.doing == "fit")
+    assert f"RankLostError: R{NAME[1:]} failed with {error}" in ranks.said(0), ranks.said(0) + ranks.said(1)
+    assert not (ranks.folder / "kept").exists()
 
 
 @pytest.mark.long
@@ -252,10 +252,21 @@ def test_a_rank_whose_disk_does_not_answer(asked: tuple[int, ...], ranks: Ranks,
     assert not (ranks.folder / "last.ckpt").exists()
 
 
-def test_no_save_follows_the_error_of_a_disk() -> None:
-    """A callback that saves after errors does not wait once more for a disk that does not answer."""
+@pytest.mark.parametrize("behind", ["", "__cause__", "__context__", "exceptions"])
+def test_no_save_follows_the_error_of_a_disk(behind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback that saves after errors does not wait once more for a disk that does not answer, nor does the end.
+
+    The error of the disk may also be behind another, or in a group.
+    """
+    silent = StorageTimeoutError("It hangs.", "Look for it.")
+    error: Any = RuntimeError("Another.") if behind else silent
+    if behind:
+        setattr(error, behind, (silent,) if behind == "exceptions" else silent)
     with pytest.warns(UserWarning, match="No checkpoint is saved .* a disk does not answer"):
         try:
-            raise StorageTimeoutError("It hangs.", "Look for it.")
-        except StorageTimeoutError:
+            raise error
+        except Exception:
             assert not SavesAfterError().allowed(Mock(world_size=1))
+    monkeypatch.setattr(shutdown, "ask_to_end", asked := Mock())
+    shutdown.end_by(error, None)
+    asked.assert_called_once()

@@ -109,7 +109,10 @@ def test_a_training_that_is_over_is_freed(tmp_path: Path, closes: bool, recomput
 
 
 def test_a_strategy_that_trains_again_keeps_nothing_of_its_first_training(tmp_path: Path) -> None:
-    """Its exit handler closes the second training only; that of the first would keep its manifest and layout."""
+    """Its exit handler closes the second training only; that of the first would keep its manifest and layout.
+
+    The traffic is that of the second one.
+    """
     trainer = fit(LitTiny(Recipe(depth=1, width=8)), tmp_path, max_steps=1)
     strategy: Any = trainer.strategy
     found = weakref.ref(strategy._rank_state.handler)
@@ -117,6 +120,7 @@ def test_a_strategy_that_trains_again_keeps_nothing_of_its_first_training(tmp_pa
     trainer.fit(LitTiny(Recipe(depth=1, width=8)))
     gc.collect()
     assert found() is None
+    assert strategy.traffic().steps == 1
 
 
 def test_a_training_that_fails_in_forward_is_freed(tmp_path: Path) -> None:

@@ -8,12 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 from torch.nn import functional
-from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import (
     CheckpointError,
@@ -173,17 +170,10 @@ def test_calls_that_would_move_or_extend_the_state_are_refused(tmp_path: Path) -
     assert called == [1, 2, 3] and module.losses == undisturbed.losses
 
 
-def at(step: int, action: Callable[[Any, Any], object]) -> pl.Callback:
-    """Return a callback that calls a function before a given step."""
-    return LambdaCallback(
-        on_train_batch_start=lambda trainer, module, *_: trainer.global_step == step and action(trainer, module)
-    )
-
-
 def test_a_forked_child_leaves_the_state_alone(tmp_path: Path) -> None:
     """After os.fork() a child that exits normally leaves the parent's state on storage."""
 
-    def fork(trainer: pl.Trainer, pl_module: Any) -> None:
+    def fork(trainer: Any) -> None:
         closer = trainer.strategy.optimizers[0].rank_state.closer()
         child = os.fork()
         if child == 0:
@@ -192,7 +182,7 @@ def test_a_forked_child_leaves_the_state_alone(tmp_path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
 
     module, quiet = LitTiny(RECIPE), LitTiny(RECIPE)
-    fit(module, tmp_path, callbacks=[at(2, fork)])
+    fit(module, tmp_path, callbacks=[Hook(2, fork)])
     fit(quiet, tmp_path / "quiet")
     assert module.losses == quiet.losses
 
@@ -203,7 +193,7 @@ def test_unfreezing_in_mid_training_is_refused(tmp_path: Path) -> None:
     module.model.positions.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
-    thaw = at(2, lambda trainer, pl_module: pl_module.model.positions.weight.requires_grad_(True))
+    thaw = Hook(2, lambda _: module.model.positions.weight.requires_grad_(True))
     with pytest.raises(UnsupportedError, match="positions"):
         fit(module, tmp_path, callbacks=[thaw])
 
@@ -224,43 +214,6 @@ def test_skipped_steps_are_reported_once(tmp_path: Path) -> None:
 THREE = Recipe(precision="bf16-mixed", max_steps=3)
 
 
-class Evaluated(LitTiny):
-    """A module that can be validated and tested."""
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.log("loss", self.model(batch))
-
-    test_step = validation_step
-
-    def val_dataloader(self) -> DataLoader[torch.Tensor]:
-        return self.recipe.loader()
-
-    test_dataloader = val_dataloader
-
-
-def test_one_trainer_fits_twice(tmp_path: Path) -> None:
-    """The second fit continues from the first one's weights with a new optimizer, as in Lightning."""
-    trainer = quiet_trainer(tmp_path)
-    module = LitTiny(THREE)
-    trainer.fit(module)
-    trainer.fit_loop.epoch_loop.max_steps = 6
-    trainer.fit(module)
-    assert trainer.global_step == 6 and module.losses[3] < module.losses[0] and trainer.strategy.traffic().steps == 3
-    trainer.strategy.close()
-    assert not list(tmp_path.rglob("*.bin"))
-
-
-def test_saving_after_a_validation_that_followed_the_fit(tmp_path: Path) -> None:
-    """Validation replaces the engine. A checkpoint saved afterwards still holds the optimizer's state."""
-    module, resumed, straight = Evaluated(THREE), LitTiny(THREE), LitTiny(THREE)
-    trainer = fit(module, tmp_path)
-    trainer.validate(module, verbose=False)
-    trainer.save_checkpoint(tmp_path / "late.ckpt")
-    quiet_trainer(tmp_path / "resumed", max_steps=6).fit(resumed, ckpt_path=tmp_path / "late.ckpt")
-    fit(straight, tmp_path / "straight", max_steps=6)
-    assert module.losses + resumed.losses == straight.losses
-
-
 def test_with_one_place_a_failed_step_loses_the_state_and_says_so(tmp_path: Path) -> None:
     """With durability="none" a failed step raises, and saving afterwards raises instead of saving mixed steps."""
 
@@ -276,12 +229,12 @@ def test_with_one_place_a_failed_step_loses_the_state_and_says_so(tmp_path: Path
 
 def test_a_module_in_a_fit_is_not_given_to_another_trainer(tmp_path: Path) -> None:
     """The other Trainer raises an error, and the module's own fit can still be saved and loses nothing."""
-    module, taker, whole = Evaluated(THREE), quiet_trainer(tmp_path / "other", max_steps=1), Evaluated(THREE)
+    module, taker, whole = Everything(THREE), quiet_trainer(tmp_path / "other", max_steps=1), Everything(THREE)
     trainer = quiet_trainer(tmp_path, callbacks=[Hook(2, lambda _: taker.fit(module))])
     with pytest.raises(UnsupportedError, match="is being fitted by another Trainer"):
         trainer.fit(module)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    resumed = Evaluated(THREE)
+    resumed = Everything(THREE)
     quiet_trainer(tmp_path / "resumed").fit(resumed, ckpt_path=tmp_path / "saved.ckpt")
     fit(whole, tmp_path / "whole")
     assert module.losses + resumed.losses == whole.losses
@@ -291,11 +244,11 @@ def test_the_process_group_was_destroyed(tmp_path: Path) -> None:
     """Nothing can gather a module's parameters any more, and the error says to build it anew, which then trains."""
     losses = []
     for run in ("fit", "validate"):
-        module = Evaluated(THREE)
+        module = Everything(THREE)
         fit(module, tmp_path)
         losses.append(module.losses)
         torch.distributed.destroy_process_group()
-        with refused(UnsupportedError, "Evaluated", "destroyed"):
+        with refused(UnsupportedError, "Everything", "destroyed"):
             getattr(quiet_trainer(tmp_path / "again", max_steps=1), run)(module)
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
@@ -304,13 +257,13 @@ def test_the_process_group_was_destroyed(tmp_path: Path) -> None:
     ("how", "told"),
     [
         ("folder", r"a training of LitTiny that began at [\d:]{8} took its storage '.*/storage' \(job 'default'\)\."),
-        ("module", r"a training of Evaluated that began at [\d:]{8} took its module\."),
+        ("module", r"a training of Everything that began at [\d:]{8} took its module\."),
         ("closed", r"close\(\) was called\. Start a new fit"),
     ],
 )
 def test_why_a_training_was_closed(how: str, told: str, tmp_path: Path) -> None:
     """The error names a later fit on its folder or of its module, or says that close() was called before."""
-    module = Evaluated(THREE)
+    module = Everything(THREE)
     first = fit(module, tmp_path, max_steps=1)
     if how == "closed":
         first.strategy.close()  # type: ignore[attr-defined]

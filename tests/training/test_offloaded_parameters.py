@@ -30,10 +30,10 @@ from tests.helpers.assertions import refused
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.plain import Everything
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.unnamed import unnamed_files
 from tests.training.actions import does
-from tests.training.test_misuse import Evaluated
 from tests.training.test_overlap import NVME, SMALL_RING, assert_same, result
 from tests.training.worker import Run, each_rank, prepared, train
 
@@ -119,7 +119,7 @@ class Configured(LitTiny):
 def test_the_life_of_a_model_on_storage(tmp_path: Path) -> None:
     """Fits, validation, tests and a checkpoint equal those in memory, and close() removes the model from storage."""
     recipe = Recipe(precision="bf16-mixed", max_steps=2)
-    module, other = Evaluated(recipe), Evaluated(recipe)
+    module, other = Everything(recipe), Everything(recipe)
     expected, found = [], []
     for target, zero, results in ((module, NVME, found), (other, None, expected)):
         root = tmp_path / str(zero is None)
@@ -132,7 +132,7 @@ def test_the_life_of_a_model_on_storage(tmp_path: Path) -> None:
         second.fit(target)
         results += second.test(target, verbose=False)
         fresh = quiet_trainer(root, SmartInfinityStrategy(root / "t", zero=zero), limit_val_batches=2)
-        results += fresh.validate(Evaluated(recipe), ckpt_path=str(root / "saved.ckpt"), verbose=False)
+        results += fresh.validate(Everything(recipe), ckpt_path=str(root / "saved.ckpt"), verbose=False)
         fresh.strategy.close()
         second.strategy.close()
     assert (
@@ -152,15 +152,15 @@ def test_closing_one_strategy_leaves_the_other_alone(tmp_path: Path, plain: Any)
     """
     recipe = Recipe(precision="bf16-mixed", max_steps=3)
     earlier, later, other = (SmartInfinityStrategy(tmp_path / "storage", zero=NVME) for _ in range(3))
-    quiet_trainer(tmp_path, earlier, max_steps=1).fit(Evaluated(recipe))
+    quiet_trainer(tmp_path, earlier, max_steps=1).fit(Everything(recipe))
     closing = does(on_train_batch_start=lambda trainer, module: trainer.global_step == 1 and earlier.close())
-    module = Evaluated(recipe)
+    module = Everything(recipe)
     trainer = quiet_trainer(tmp_path, later, max_steps=3, limit_val_batches=0, callbacks=[closing])
     trainer.fit(module)
     assert module.losses == plain(recipe)[0][0] and stored_in(tmp_path)
     trainer.limit_val_batches = 1
     expected = trainer.validate(module, verbose=False)
-    quiet_trainer(tmp_path, other, limit_val_batches=1).validate(Evaluated(recipe), verbose=False)
+    quiet_trainer(tmp_path, other, limit_val_batches=1).validate(Everything(recipe), verbose=False)
     other.close()
     assert trainer.validate(module, verbose=False) == expected
     later.close()
@@ -358,7 +358,7 @@ def test_two_processes_keep_a_budget(times: int, tmp_path: Path) -> None:
     assert budgeted == plain
 
 
-class Initialised(Configured, Evaluated):
+class Initialised(Configured, Everything):
     """Initialises the model's parameters once all of it is built, as models of transformers do."""
 
     def configure_model(self) -> None:
@@ -407,19 +407,3 @@ def test_what_does_not_fit_is_named(width: int, budget: int, named: str, least: 
     with pytest.raises(ConfigError, match=rf"parameter_bytes={budget}\) is too little .*{named}") as caught:
         trainer.fit(LitTiny(Recipe(width=width, depth=1)))
     assert caught.value.remedy == f"Pass at least {least}." and not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize(
-    ("zero", "named"),
-    [
-        (None, "needs parameters on storage"),
-        ({"offload_param": {"device": "cpu"}}, "needs parameters on storage"),
-        ({**STORED, "stage3_max_live_parameters": 5}, "'stage3_max_live_parameters': ...} follows from"),
-        ({**STORED, "prefetch_bucket_size": 5}, "'prefetch_bucket_size': ...} follows from"),
-        ({"offload_param": {"device": "nvme", "buffer_count": 5}}, "'buffer_count': ...}} follows from"),
-    ],
-)
-def test_settings_that_contradict_it(zero: dict[str, Any] | None, named: str, tmp_path: Path) -> None:
-    """What follows from the budget is not set beside it, and parameters have to lie on storage."""
-    with pytest.raises(ConfigError, match=re.escape(named)):
-        SmartInfinityStrategy(tmp_path, zero=zero, transfer={"parameter_bytes": "1MB"})

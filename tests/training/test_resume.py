@@ -14,15 +14,14 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 
-from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityStrategy
+from lightning_smartinfinity import CheckpointError
 from tests.helpers import reference
-from tests.helpers.assertions import assert_equal, refused
+from tests.helpers.assertions import assert_equal
 from tests.helpers.hard_modules import grouped
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import assert_same_tensors, convert_by_command
-from tests.training.test_bad_input import fit
 from tests.training.worker import Outcome, Run, launch, train
 
 # Together the usual ones are all.
@@ -112,15 +111,6 @@ def test_checkpoints_go_from_format_to_format(tmp_path: Path) -> None:
         found += module.losses
         checkpoint = str(out / f"step-{2 * step}.ckpt")
     torch.testing.assert_close(torch.tensor(found), expected, atol=3e-2, rtol=0)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_remainders_need_bf16(precision: str, tmp_path: Path) -> None:
-    """The error says what to use instead, and nothing is written."""
-    strategy = SmartInfinityStrategy(tmp_path / "storage", state_format="int8_remainder")
-    with refused(ConfigError, "'int8_remainder'", "bf16-mixed", "'int8'"):
-        fit(LitTiny(dataclasses.replace(RECIPE, precision=precision)), strategy, tmp_path, precision=precision)
-    assert not (tmp_path / "storage").exists()
 
 
 # ---- ordinary checkpoints resume on any number of processes, however many saved them

@@ -22,7 +22,7 @@ from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
 from lightning_smartinfinity.integrations.trainer import fit_record
 from lightning_smartinfinity.integrations.trainer.fit_record import TrainerFitRecord
 from tests.helpers.long_cases import long_but
-from tests.helpers.random_fit import LitRandom, SaveAt, StatefulLoader, seed
+from tests.helpers.random_fit import StatefulLoader
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_loader_position import Noisy, Plain, SizedStream, Stream, generator
 from tests.training.test_loop_exceptions import Broken
@@ -32,7 +32,7 @@ Point = tuple[str, int]
 
 
 class Module(pl.LightningModule):
-    """Writes down what each batch holds and what is drawn beside it, raises before a step, and saves checkpoints.
+    """Writes down what each batch holds, what is drawn beside it and the loss, raises before a step, and saves.
 
     Attributes:
         seen: What was written down.
@@ -51,6 +51,7 @@ class Module(pl.LightningModule):
         super().__init__()
         self.make, self.breaks_at, self.counts_steps = make, breaks_at, counts_steps
         self.folder, self.points = folder, points
+        torch.manual_seed(0)
         self.net = nn.Linear(1, 1)
         self.seen: list[Any] = []
         self.saved: dict[Point, int] = {}
@@ -98,9 +99,11 @@ class Module(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         parts = list(batch.values()) if isinstance(batch, dict) else [batch]
         told = [None if part is None else part.flatten().tolist() for part in parts]
-        self.seen.append((self.trainer.global_step, self.current_epoch, batch_idx, told, float(torch.rand(()))))
         values = parts[0] if parts[0] is not None else parts[1]
-        return self.net(values.reshape(-1, 1)).pow(2).mean()  # type: ignore[no-any-return]
+        loss: torch.Tensor = self.net(values.reshape(-1, 1)).pow(2).mean()
+        drawn = float(torch.rand(())), float(loss.detach())
+        self.seen.append((self.trainer.global_step, self.current_epoch, batch_idx, told, drawn))
+        return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         drawn = float(torch.rand(()))
@@ -109,7 +112,7 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert not self.counts_steps or self.trainer.estimated_stepping_batches > 0
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=1e-4, momentum=0.9)
 
 
 class Counting(Stream):
@@ -345,48 +348,56 @@ def test_a_fit_without_a_step_leaves_the_training(tmp_path: Path, caplog: pytest
 # ---- what was due, and what the uninterrupted fit would not have drawn
 
 
-def fit_random(module: LitRandom, root: Path, *callbacks: Any, resume: Path | None = None, **options: Any) -> None:
-    settings: dict[str, Any] = {"precision": "32-true", "max_epochs": 3, "callbacks": list(callbacks), **options}
-    quiet_trainer(root, **settings).fit(module, ckpt_path=resume)
+FOURS = shuffled()
+"""Makes a loader with four batches."""
+
+
+def saved_fit(root: Path, *points: Point, make: Callable[[], Any] = FOURS, **settings: Any) -> Module:
+    """Return a module that was fitted for an epoch, by default, and saved at points."""
+    module = Module(make, folder=root, points=points)
+    fit(module, root / "saved", seed=1, settings={"max_epochs": 1, **settings})
+    return module
+
+
+def resumed_fit(root: Path, saved: str, *, make: Callable[[], Any] = FOURS, **settings: Any) -> Module:
+    """Return a module that was fitted on from a saved point."""
+    module = Module(make)
+    # With the same seed: on it depends the order of an earlier version.
+    fit(module, root / "resumed", seed=1, settings={"max_epochs": 1, **settings}, resume=str(root / saved))
+    return module
 
 
 def test_a_due_validation_on_another_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs, although random states are not restored."""
-    fit_random(LitRandom(validate=True), tmp_path, SaveAt(tmp_path, "batch-0-4"), max_epochs=1)
+    saved_fit(tmp_path, ("batch end", 4), limit_val_batches=1)
     monkeypatch.setattr(fit_record, "fits", lambda *_, **__: False)
-    again, resume = tmp_path / "again", tmp_path / "batch-0-4.ckpt"
-    fit_random(LitRandom(validate=True), tmp_path, SaveAt(again, "validation-0-4"), resume=resume, max_epochs=1)
-    assert (again / "validation-0-4.ckpt").exists()
+    again = resumed_fit(tmp_path, "batch end-4", limit_val_batches=1)
+    assert [what for what, *_ in again.seen] == ["validation"]
 
 
 def test_gradients_that_a_checkpoint_leaves_out_are_warned_of(tmp_path: Path) -> None:
     """Only between the batches of a step. The second step of an epoch has its fourth and last batch alone."""
-    points = [f"batch-0-{number}" for number in range(1, 5)]
+    points = [("batch end", number) for number in range(1, 5)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit_random(
-            LitRandom(), tmp_path, SaveAt(tmp_path, *points, "epoch-0-4"), max_epochs=1, accumulate_grad_batches=3
-        )
+        saved_fit(tmp_path, *points, ("epoch end", 1), accumulate_grad_batches=3)
     told = [str(warning.message) for warning in caught if "holds no gradients" in str(warning.message)]
     assert ["those of batch 0 of epoch 0" in told[0], "those of batches 0 to 1 of epoch 0" in told[1]] == [True, True]
     assert len(told) == 2
     with pytest.warns(UserWarning, match="saved after 2 of the 3 batches of a step, and holds no gradients"):
-        fit_random(LitRandom(), tmp_path, resume=tmp_path / "batch-0-2.ckpt", max_epochs=1, accumulate_grad_batches=3)
+        resumed_fit(tmp_path, "batch end-2", accumulate_grad_batches=3)
 
 
-class SavingWithinBatch(LitRandom):
+class SavingWithinBatch(Module):
     """Saves a checkpoint within each batch, before its step and after it, and has running statistics."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(1, affine=False)
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "step.ckpt"))
+    def __init__(self, folder: Path) -> None:
+        super().__init__(FOURS, folder=folder)
+        self.norm = nn.BatchNorm1d(1, affine=False)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "step.ckpt"))
+        self.save("stepped")
 
 
 def test_a_batch_that_a_resumed_fit_repeats_is_warned_of(tmp_path: Path) -> None:
@@ -396,31 +407,24 @@ def test_a_batch_that_a_resumed_fit_repeats_is_warned_of(tmp_path: Path) -> None
         pytest.warns(UserWarning, match=f"{told} optimizer step"),
         pytest.warns(UserWarning, match=f"{told} forward.*BatchNorm"),
     ):
-        fit_random(SavingWithinBatch(), tmp_path, max_epochs=1, limit_train_batches=2)
+        fit(SavingWithinBatch(tmp_path), tmp_path, seed=1, settings={"max_epochs": 1, "limit_train_batches": 2})
 
 
-def as_by_an_earlier_version(record: Any, patch: pytest.MonkeyPatch) -> None:
-    """Make fits shuffle all batches, and checkpoints hold random states but no point of the fit."""
-    patch.setattr(record, "keeps_order", lambda _: False)
-    patch.setattr(record, "_point", lambda _, random: random)
-
-
-@pytest.mark.parametrize("name", ["epoch-0-4", "batch-1-2"])
-def test_checkpoints_of_earlier_versions(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("point", [("epoch end", 1), ("batch end", 6)])
+def test_checkpoints_of_earlier_versions(point: Point, tmp_path: Path) -> None:
     """A fit goes on in their order, to the bit at an epoch's end. Within an epoch Lightning replays it. Both warn."""
-    seed(1)
-    straight, again = LitRandom(), LitRandom()
     with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="begun by an earlier version"):
-        as_by_an_earlier_version(TrainerFitRecord, patch)
-        fit_random(straight, tmp_path, SaveAt(tmp_path, name))
-    seed(2)
+        # Fits shuffle all batches, and checkpoints hold random states but no point of the fit.
+        patch.setattr(TrainerFitRecord, "keeps_order", lambda _: False)
+        patch.setattr(TrainerFitRecord, "_point", lambda _, random: random)
+        straight = saved_fit(tmp_path, point, max_epochs=3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit_random(again, tmp_path, resume=tmp_path / f"{name}.ckpt")
+        again = resumed_fit(tmp_path, "-".join(map(str, point)), max_epochs=3)
     told = " ".join(str(warning.message) for warning in caught)
-    assert "begun by an earlier version" in told and ("replays the epoch's batches" in told) == (name == "batch-1-2")
-    if name == "epoch-0-4":
-        assert again.losses == straight.losses[4:]
+    assert "begun by an earlier version" in told and ("replays the epoch's batches" in told) == ("batch end" in point)
+    if "epoch end" in point:
+        assert again.seen == straight.seen[4:]
 
 
 def test_random_numbers_of_workers_within_an_epoch_are_warned_of(
@@ -428,6 +432,6 @@ def test_random_numbers_of_workers_within_an_epoch_are_warned_of(
 ) -> None:
     """A stateful loader continues, but its workers draw from new seeds. A warning says so."""
     monkeypatch.setattr(StatefulLoader, "num_workers", 2, raising=False)
-    fit_random(LitRandom(stateful=True), tmp_path, SaveAt(tmp_path, "batch-0-2"), max_epochs=1)
+    saved_fit(tmp_path, ("batch end", 2), make=StatefulLoader)
     with pytest.warns(UserWarning, match="workers"):
-        fit_random(LitRandom(stateful=True), tmp_path, resume=tmp_path / "batch-0-2.ckpt", max_epochs=1)
+        resumed_fit(tmp_path, "batch end-2", make=StatefulLoader)

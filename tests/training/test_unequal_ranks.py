@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import Mock
@@ -184,15 +183,6 @@ def test_a_checkpoint_after_sigterm(tmp_path: Path) -> None:
     assert ending_seconds() is None
 
 
-@pytest.fixture
-def handler_of_sigterm() -> Iterator[None]:
-    """Leave the process as it was."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("handler_of_sigterm")
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_sigterm_in_a_fit(is_ignored: bool) -> None:
     """Waits for a disk become short before the handler runs that was there, which may wait for one itself.

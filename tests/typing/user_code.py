@@ -99,6 +99,6 @@ def refused(folder: Path) -> None:
     SmartSSDConfig("kernels.xclbin")  # type: ignore[call-arg]
     SmartInfinityStrategy(smartssd="kernels.xclbin")  # type: ignore[arg-type]
     TransferConfig(1 << 20)  # type: ignore[call-arg]
-    TransferConfig(num_buffers="8")  # type: ignore[arg-type]
+    TransferConfig(num_buffers=8.0)  # type: ignore[arg-type]
     TransferConfig().num_buffers = 8  # type: ignore[misc]
     lightning_smartinfinity.SmartInfinity  # type: ignore[attr-defined]  # noqa: B018

@@ -133,21 +133,20 @@ def card_state(
         if not exists:
             gradient_path.write_bytes(bytes(num_buffers * largest))
         gradient_file = StateFile(str(gradient_path), direct=not exists and takes_direct(folder))
-    options = CardOptions(
-        card=opened,
-        kernel=_KERNELS[type(step)],
-        gradient_buffer_bytes=gradient_buffer_bytes or largest,
-        parameter_bytes=parameter_bytes or largest,
-        timeout_ms=timeout_ms,
-        gradient_file=gradient_file,
-    )
     pipeline = Pipeline(
         files=stored.files,
         identity=stored.identity,
         buffer_bytes=stored.extent_bytes,
         num_buffers=num_buffers,
         compute_threads=compute_threads,
-        card=options,
+        card=CardOptions(
+            card=opened,
+            kernel=_KERNELS[type(step)],
+            gradient_buffer_bytes=gradient_buffer_bytes or largest,
+            parameter_bytes=parameter_bytes or largest,
+            timeout_ms=timeout_ms,
+            gradient_file=gradient_file,
+        ),
     )
     opened.close()
     with stored, host:

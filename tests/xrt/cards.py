@@ -143,10 +143,9 @@ class EmulatedCards:
 
     def events(self, *names: str, card: int | None = None) -> list[Event]:
         """Return the events of all cards since :meth:`reset`, in one order; of these names only, if any are given."""
-        lines = self._calls.smart_infinity_card_events().decode().splitlines()
         return [
             event
-            for event in map(Event.parse, lines)
+            for event in map(Event.parse, self._calls.smart_infinity_card_events().decode().splitlines())
             if event.name in (names or (event.name,)) and card in (None, event.card)
         ]
 

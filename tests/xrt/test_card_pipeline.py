@@ -110,8 +110,7 @@ def test_neighbours_of_one_step_are_one_run(tmp_path: Path, emulated_cards: Emul
     with small_state(tmp_path, emulated_cards, tasklet_numel=0) as state:
         update_both(state, neighbours, [STEP], NUMEL)
     # To the card: the gradient and a cleared status; from it: the parameters and the status.
-    counters = ("runs_completed", "syncs_to", "syncs_from")
-    assert [emulated_cards.counter(name) for name in counters] == [1, 2, 2]
+    assert [emulated_cards.counter(name) for name in ("runs_completed", "syncs_to", "syncs_from")] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("route", ["host", "storage"])
@@ -321,10 +320,9 @@ class Training:
         """Return the scalars of both groups at a step, numbered from 1."""
         case = Case(**OPTIMIZERS[self.optimizer])
         groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], **options} for options in case.options]
-        optimizer = case.optimizer(groups, **case.defaults)
         return [
             case.rule.scalars(case.rule.snapshot(group), step=number, gradient_scale=0.25)
-            for group in optimizer.param_groups
+            for group in case.optimizer(groups, **case.defaults).param_groups
         ]
 
     def first_arrays(self) -> list[Array]:
@@ -355,8 +353,7 @@ class Training:
                 continue
             positions = np.flatnonzero(random.random(numel, np.float32) < RATIO)
             values = stored(values_of(random, positions.size), self.form.gradient)
-            content = build(positions, values, numel, self.form.gradient).tobytes()
-            payloads[index] = np.frombuffer(content, np.uint8)
+            payloads[index] = np.frombuffer(build(positions, values, numel, self.form.gradient).tobytes(), np.uint8)
         return payloads
 
     def runs(self, gradient: Array | None, parameter: Array) -> list[Run]:
@@ -473,8 +470,7 @@ def test_the_same_bits(
                 np.testing.assert_array_equal(other.view(np.uint8), places[0].view(np.uint8))
         values = np.concatenate([region.view(np.float32) for region in state.host.regions()])
         assert 0.5 < np.isfinite(values).mean() < 1
-        subnormal = (values != 0) & (np.abs(values) < np.finfo(np.float32).tiny)
-        assert not subnormal.any()  # all were flushed
+        assert not ((values != 0) & (np.abs(values) < np.finfo(np.float32).tiny)).any()  # all were flushed
     assert emulated_cards.counter("runs_completed") == 4 * num_steps
 
 

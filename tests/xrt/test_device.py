@@ -23,7 +23,7 @@ from tests.helpers.waiting import await_that
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import align
 from tests.pipeline.fake_link import CudaRun, FakeLink
-from tests.pipeline.harness import Case, Run, everything, running
+from tests.pipeline.harness import Case, Run, everything, running, step_of_all
 from tests.planning.test_memory import CASE as PLANNED
 from tests.planning.test_memory import DENSE
 from tests.xrt.cards import EmulatedCards
@@ -107,8 +107,7 @@ def test_traffic_of_a_step(
     with running(tmp_path, case, device=cards(emulated_cards.build.xclbin, gradient_route=route)) as run:
         before = run.handler.traffic()
         emulated_cards.reset()
-        run.handler.begin_step(everything(run.collect(1)))
-        run.handler.commit()
+        step_of_all(run, 1)
         moved = run.handler.traffic() - before
         shared = (moved.shared_write_bytes, moved.shared_read_bytes)
         internal = (moved.internal_read_bytes, moved.internal_write_bytes)
@@ -187,8 +186,7 @@ def test_state_is_written_before_it_is_flushed(
     with running(tmp_path, case, device=cards(emulated_cards.build.xclbin)) as run:
         before, flush = run.handler.traffic(), run.store._flush_files
         monkeypatch.setattr(run.store, "_flush_files", flushed)
-        run.handler.begin_step(everything(run.collect(1)))
-        run.handler.commit()
+        step_of_all(run, 1)
         assigned = [*zip(run.layout.extents.extents, run.store.assigned, strict=True)]
     assert written == [sum(extent.nbytes for extent, device in assigned if device == number) for number in range(2)]
 

@@ -30,7 +30,8 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.native_testing import Hold, inject
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import LIMIT, await_that, lenient
-from tests.pipeline.harness import Case, Run, assert_equal, everything, running
+from tests.pipeline.harness import Case, Run, assert_equal, everything, running, step_of_all
+from tests.storage.makers import flip
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.fixtures import Holder
 
@@ -224,11 +225,8 @@ def test_state_that_is_damaged_on_storage(
     """The card finds the damage by the kernel's checksum, the host by its own; it is an error of storage."""
     with running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin)) as run:
         run.step(0)
-        path = Path(run.store.files[1].path)
-        content = bytearray(path.read_bytes())
-        place = int(run.store.placement.positions[1]) * run.layout.extents.place_bytes
-        content[place + 1000] ^= 4
-        path.write_bytes(content)
+        place = run.layout.extents.place_offset(int(run.store.placement.positions[1]))
+        flip(Path(run.store.files[1].path), place + 1000)
         run.handler.begin_step(run.collect(1))
         with pytest.raises(StorageCorruptError, match=r"tasklet 1"):
             run.handler.commit()
@@ -435,9 +433,7 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
         Run(tmp_path / "a", CASE.but(num_buffers=64), device=cards(emulated_cards.build.xclbin))
     emulated_cards.set("dram_mib", 4096)
     bank = setup_of(1, emulated_cards.build.xclbin).xclbin.memory_bytes
-    assert bank is not None
-    sharers = bank // (1 << 20)
-    device = cards(emulated_cards.build.xclbin, sharers=sharers)
+    device = cards(emulated_cards.build.xclbin, sharers=bank // (1 << 20))
     with running(tmp_path / "b", CASE.but(num_buffers=64), device=device) as run:
         run.step(0)
         assert 1 << 19 < emulated_cards.counter("card_bytes", 0) <= 1 << 20
@@ -496,12 +492,7 @@ def test_on_every_line(
             number += 1
         assert every * number > 100
         for step in range(number):
-            make_step(host_run, step)
-
-
-def make_step(run: Run, step: int) -> None:
-    run.handler.begin_step(everything(run.collect(step)))
-    run.handler.commit()
+            step_of_all(host_run, step)
 
 
 def interrupted_step(run: Run, step: int, line: int, *, incremental: bool) -> bool:
@@ -535,4 +526,4 @@ def finish(run: Run, step: int, *, goes_on: bool) -> None:
     if run.handler.in_flight:
         run.handler.roll_back()
     if run.handler.generation == step:  # that of the step before it
-        make_step(run, step)
+        step_of_all(run, step)

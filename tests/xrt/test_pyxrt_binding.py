@@ -66,8 +66,7 @@ def test_same_as_host(
     Pyxrt starts every run of a kernel. One fails, and the host takes over.
     """
     module = request.getfixturevalue(form)
-    dtype = DTYPES[[*OPTIMIZERS].index(optimizer) % 3]
-    case = Case(dtype=dtype, num_devices=2, **OPTIMIZERS[optimizer])
+    case = Case(dtype=DTYPES[[*OPTIMIZERS].index(optimizer) % 3], num_devices=2, **OPTIMIZERS[optimizer])
     with (
         mock.patch.object(PyxrtBinding, "start", autospec=True, side_effect=PyxrtBinding.start) as start,
         beside_host(tmp_path, case, emulated_cards.build.xclbin) as runs,

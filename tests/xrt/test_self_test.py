@@ -45,6 +45,7 @@ from lightning_smartinfinity.zero3.ranks import collectives
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup import update_device
 from lightning_smartinfinity.zero3.setup.update_device import choose_update_device
+from tests.cli.conftest import Cli
 from tests.helpers import native_testing as testing
 from tests.helpers.card_runs import OPTIMIZERS, beside_host, setup_of
 from tests.helpers.long_cases import long_but
@@ -152,36 +153,29 @@ def test_an_ssd_that_fails(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
 # ---- smart-infinity selftest
 
 
-def test_command_on_emulated_cards(
-    tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_on_emulated_cards(tmp_path: Path, emulated_cards: EmulatedCards, cli: Cli) -> None:
     """The command shows pairs, P2P with its speed and a test of every kernel, exits with 0 and leaves nothing.
 
     Every card runs every kernel thrice for each type. Folders need not exist.
     """
     folders = [tmp_path / "a/not/yet", tmp_path / "b"]
-    arguments = ["selftest", "--mib", "2", "--xclbin", str(emulated_cards.build.xclbin), *map(str, folders)]
-    assert main(arguments) == 0
+    arguments = ["selftest", "--mib", "2", "--xclbin", emulated_cards.build.xclbin, *folders]
+    shown = cli(*arguments).out
     assert [emulated_cards.counter("runs_completed", card) for card in range(2)] == [9 * len(KERNELS)] * 2
-    shown = capsys.readouterr().out
     told = ("Everything that was tried is ok.", "2 MiB written back unchanged", "GB/s from the SSD")
     assert all(words in shown for words in told) and "FAIL" not in shown
     assert re.search(rf"version +{re.escape(VERSION)}\.", shown)
     assert shown.count("one tasklet, bit for bit as on the host") == 2 * len(KERNELS)
-    assert main([*arguments, "--json", "--devices", "1", "0"]) == 0
-    content = json.loads(capsys.readouterr().out)
+    content = json.loads(cli(*arguments, "--json", "--devices", "1", "0").out)
     pairs = {finding["subject"]: finding["value"] for finding in content["findings"] if finding["name"] == "card"}
     assert content["ok"] and pairs == {str(folders[0]): "emulated card 1", str(folders[1]): "emulated card 0"}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_command_on_a_card_that_fails(
-    tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_on_a_card_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, cli: Cli) -> None:
     """One finding fails and says what to do, the others are made all the same, and the exit status is 1."""
     emulated_cards.inject("error", skipped=9)
-    assert main(["selftest", "--mib", "1", "--xclbin", str(emulated_cards.build.xclbin), str(tmp_path)]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli("selftest", "--mib", "1", "--xclbin", emulated_cards.build.xclbin, tmp_path, status=1).out.splitlines()
     (failed,) = (number for number, line in enumerate(lines) if line.startswith("  FAIL"))
     assert "adagrad_update" in lines[failed] and "ERROR" in lines[failed]
     assert lines[failed + 1].startswith("        -> ") and "sgd_update" in lines[failed + 2]
@@ -383,8 +377,7 @@ def choose(tmp_path: Path, emulated_cards: EmulatedCards) -> Choosing:
 @pytest.mark.parametrize("wanted", ["auto", "smartssd"])
 def test_cards_are_chosen(choose: Choosing, wanted: str) -> None:
     """Cards are chosen where they can be used; tasklets are then large unless the user says otherwise."""
-    usual = choose.settings(wanted, transfer=TransferConfig(num_buffers=2))
-    chosen = choose_update_device(usual, optimizer="SGD")
+    chosen = choose_update_device(choose.settings(wanted, transfer=TransferConfig(num_buffers=2)), optimizer="SGD")
     assert chosen.cards is not None and len(chosen.cards.cards) == 2
     assert chosen.tasklet_bytes == CARD_TASKLET_BYTES >= 16 << 20
     assert replace(chosen, cards=None).tasklet_bytes == HOST_TASKLET_BYTES
@@ -527,8 +520,7 @@ def test_memory_for_the_types_of_gradients_and_parameters(
     transfer = TransferConfig(num_buffers=2, tasklet_bytes=32 << 20)
     for memory, fits in ((mib, True), (mib - 1, False)):
         emulated_cards.set("dram_mib", memory)
-        chosen = choose(transfer=transfer, gradient_itemsize=gradient, parameter_itemsize=parameter)
-        assert (chosen is not None) == fits
+        assert (choose(transfer=transfer, gradient_itemsize=gradient, parameter_itemsize=parameter) is not None) == fits
 
 
 @pytest.mark.parametrize(("optimizer", "largest"), [("Adam", 12 << 29), ("SGD", 8 << 29)])

@@ -65,8 +65,7 @@ def lacking(member: Any, *texts: str) -> list[str]:
 
 def assert_in_order(member: Any, *texts: str) -> None:
     """Assert that a source has these texts, for the first time in this order."""
-    source = inspect.getsource(undecorated(member))
-    assert [*texts] == sorted(texts, key=source.index)
+    assert [*texts] == sorted(texts, key=inspect.getsource(undecorated(member)).index)
 
 
 OVERRIDING: list[tuple[Any, Any, list[str]]] = [
@@ -101,7 +100,7 @@ OVERRIDING: list[tuple[Any, Any, list[str]]] = [
         SmartInfinityStrategy,
         DeepSpeedStrategy,
         [
-            *("setup_environment", "setup_distributed", "setup", "teardown", "on_exception", "barrier"),
+            *("connect", "setup_environment", "setup_distributed", "setup", "teardown", "on_exception", "barrier"),
             *(
                 "process_dataloader",
                 "on_train_start",
@@ -321,8 +320,7 @@ def test_torch_keeps_hooks_where_they_are_removed(registering: Callable[[torch.n
 @pytest.mark.parametrize(("training", "call"), [(True, "train"), (False, "inference")])
 def test_init_deepspeed_does_nothing_but_warn_refuse_and_initialize(training: bool, call: str) -> None:
     """DeepSpeedStrategy.init_deepspeed does nothing but a warning, a refusal and the set-up."""
-    module = pl.LightningModule()
-    strategy = mock.MagicMock(model=module, lightning_module=mock.MagicMock())
+    strategy = mock.MagicMock(model=pl.LightningModule(), lightning_module=mock.MagicMock())
     strategy.lightning_module.trainer.training = training
     DeepSpeedStrategy.init_deepspeed(strategy)
     called = [name for name, *_ in strategy.method_calls if not name.startswith("lightning_module.")]
@@ -379,7 +377,6 @@ def test_a_module_loads_its_own_part_of_a_state_dict() -> None:
     missing, unexpected, errors = [], [], []  # type: ignore[var-annotated]
     metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
     (child,) = module._modules.values()
-    assert child is not None
     child._load_from_state_dict(weights, "0.", metadata["0"], True, missing, unexpected, errors)
     assert (missing, unexpected, errors) == ([], [], [])
     assert_equal(module.state_dict(), weights)
@@ -407,8 +404,7 @@ def test_schedulers_ask_the_optimizer_whether_it_stepped() -> None:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
         if stepped:
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             scheduler.step()
         assert bool(caught) != stepped, "every training with a scheduler would warn"
 
@@ -430,8 +426,7 @@ def test_stage3_is_imported_before_its_class_is_replaced() -> None:
 @pytest.mark.seam("refusing compiled wrappers")
 def test_compiled_wrapper_has_its_name() -> None:
     """torch.compile of a module returns a torch._dynamo.eval_frame.OptimizedModule."""
-    wrapped = torch.compile(torch.nn.Linear(1, 1), backend="eager")
-    assert type(wrapped) is torch._dynamo.eval_frame.OptimizedModule
+    assert type(torch.compile(torch.nn.Linear(1, 1), backend="eager")) is torch._dynamo.eval_frame.OptimizedModule
 
 
 @pytest.mark.seam("16-bit gradients are then held in fp32 from the start")

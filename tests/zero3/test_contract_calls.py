@@ -441,10 +441,9 @@ def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observe
     A parameter has DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR inside GatheredParameters, and only there.
     """
     partition = seen.param.partition
-    callers = {
+    assert {
         caller for caller in seen.callers("PartitionKeepingWrites.__call__") if caller.startswith("GatheredParameters.")
-    }
-    assert callers, "parameters/gather_methods.py would miss what is written in GatheredParameters"
+    }, "parameters/gather_methods.py would miss what is written in GatheredParameters"
     before, after = seen.masters
     assert (after == 2).all() and (before != 2).any(), "the masters on storage are those before the write"
     original, ours = (inspect.signature(each).parameters for each in (partition.original, partition))
@@ -516,8 +515,7 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", prologue, "DeepSpeedEngine._save_checkpoint", epilogue)
     # Or a load would fill gathered ones. Ours wraps the method that zero.Init installs (parameters/gather_methods.py).
     gathers = ("Gather._gather", "Init._convert_to_deepspeed_param.<locals>.all_gather")
-    pairs = [(base, f"{OURS}._partition_all_parameters"), (epilogue, "GatherNow.__call__"), gathers]
-    assert seen.missing(*pairs) == []
+    assert seen.missing((base, f"{OURS}._partition_all_parameters"), (epilogue, "GatherNow.__call__"), gathers) == []
 
 
 # ---- Lightning's loops

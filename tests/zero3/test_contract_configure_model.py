@@ -67,8 +67,7 @@ def test_parameters_are_sent_as_views_of_bytes() -> None:
     """zero.Init._zero_init_param, in its Module.apply, GatheredParameters._exit and DeepSpeedEngine._broadcast_model
     send a parameter as ``param.data.view(torch.uint8)``.
     """
-    sent = "param.data.view(torch.uint8)"
-    assert_in_order(Init._zero_init_param, "self._convert_to_deepspeed_param(param)", sent)
+    assert_in_order(Init._zero_init_param, "self._convert_to_deepspeed_param(param)", "param.data.view(torch.uint8)")
     for sender in (Init.patch_init_and_builtins, GatheredParameters._exit):
         assert lacking(sender, "data.view(torch.uint8)") == []
     assert inspect.getsource(DeepSpeedEngine._broadcast_model).count("p.data.view(torch.uint8)") == 2
@@ -197,14 +196,13 @@ def test_a_tensor_without_memory_has_a_shape_and_is_asked_for_each_operation() -
 @pytest.mark.seam("autocast casts tensors without memory, and no ordinary tensor takes them as its data")
 def test_a_tensor_without_memory_is_cast_by_autocast_and_is_nobodys_data() -> None:
     """Such a tensor has dispatch_device and _extra_dispatch_keys, a torch._C.DispatchKeySet of torch._C.DispatchKey."""
-    cast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     tensor: Any = torch.Tensor._make_wrapper_subclass(
         Counted,
         (2, 2),
         dtype=torch.float32,
         device=torch.device("meta"),
         dispatch_device=True,
-        _extra_dispatch_keys=cast,
+        _extra_dispatch_keys=torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU),
     )
     Counted.calls.clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -40,8 +40,7 @@ def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
 
     DeepSpeedZeroOptimizer_Stage3.zero_grad looks at the parameters of fp16_groups alone, which ours hides.
     """
-    source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
-    _, _, adding = source.partition("def __add_grad_to_ipg_bucket(")
+    _, _, adding = inspect.getsource(DeepSpeedZeroOptimizer_Stage3).partition("def __add_grad_to_ipg_bucket(")
     waiting = "self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())"
     for text in ("param.grad.data = new_grad_tensor", waiting):
         assert text in adding.partition("def __reduce_and_partition_ipg_grads(")[0]

@@ -161,8 +161,7 @@ def test_the_trainer_saves_models_by_one_method() -> None:
     state_dict = Accelerator.get_state_dict(accelerator, engine)
     engine.zero_gather_16bit_weights_on_model_save.assert_called_once_with()
     assert state_dict is engine._zero3_consolidated_16bit_state_dict.return_value
-    saving = "self.model.save_pretrained(output_dir, state_dict=state_dict"
-    assert lacking(transformers.Trainer._save, saving) == []
+    assert lacking(transformers.Trainer._save, "self.model.save_pretrained(output_dir, state_dict=state_dict") == []
 
 
 @pytest.mark.seam("SmartInfinityEngine has checks and names of saves")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import io
 import signal
 import sys
+import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -39,6 +42,7 @@ from lightning_smartinfinity.integrations.trainer.checkpoint_index import _FIELD
 from lightning_smartinfinity.resume import loops
 from lightning_smartinfinity.zero3.checkpoints.folders import staged_save
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import FILES_BESIDE, LATEST
+from lightning_smartinfinity.zero3.checkpoints.formats import whole_file
 from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import CHECKSUMMED
 from lightning_smartinfinity.zero3.parameters import module_copies
 from lightning_smartinfinity.zero3.ranks.locations import _counts, _kind_of, _params_in
@@ -212,8 +216,10 @@ def test_a_checkpoint_without_weights() -> None:
     """dump_checkpoint of Trainer._checkpoint_connector calls _get_lightning_module_state_dict, on_save_checkpoint."""
     trainer = quiet()
     trainer.fit(BoringModel())
-    weights = replaced(trainer._checkpoint_connector, "_get_lightning_module_state_dict", dict)
-    with weights, replaced(trainer.fit_loop, "on_save_checkpoint", lambda: {"asked": True}):
+    with (
+        replaced(trainer._checkpoint_connector, "_get_lightning_module_state_dict", dict),
+        replaced(trainer.fit_loop, "on_save_checkpoint", lambda: {"asked": True}),
+    ):
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     assert checkpoint["state_dict"] == {} and checkpoint["loops"]["fit_loop"]["state_dict"] == {"asked": True}
     trainer._logger_connector._callback_metrics.update({"x": torch.ones(())})
@@ -362,8 +368,7 @@ def test_handles_of_gathers_hold_their_parameters(name: str) -> None:
     arguments = {"handle": None, "param": param, "allgather_handle": None, "params": [param], "partitions": []}
     kind = getattr(partition_parameters, name)
     taken = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
-    handle = kind(**{argument: arguments.get(argument) for argument in taken})
-    assert param in set(_params_in(handle))
+    assert param in set(_params_in(kind(**{argument: arguments.get(argument) for argument in taken})))
 
 
 @pytest.mark.seam("ranks that generate texts of different lengths")
@@ -440,6 +445,27 @@ def test_torch_maps_files_by_this_function(tmp_path: Path, monkeypatch: pytest.M
     assert calls == [(str(tmp_path / "file.pt"), False, (tmp_path / "file.pt").stat().st_size)]
 
 
+@pytest.mark.seam("`_Places` changes nothing, and takes no more memory or time than a file's content deserves")
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"Nr\xff\xff\xff\x01.",  # puts into place 2^25 of the memo
+        b"\x96\0\0\0\x10\0\0\0\0.",  # 256 MiB of bytes that do not follow
+        b"ctorch._utils\n_rebuild_tensor_v2\n}X\1\0\0\0aNsb.",  # sets an attribute
+    ],
+    ids=["memo", "bytes", "attribute"],
+)
+def test_python_looks_up_how_it_reads_a_pickle(pickled: bytes) -> None:
+    """pickle._Unpickler calls the functions in `dispatch` of its class, and has its memo in a dictionary."""
+    tracemalloc.start()
+    with suppress(KeyError):
+        whole_file._Places(io.BytesIO(pickled), folder="").load()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20 and not vars(whole_file._place_of)
+    assert whole_file._place_of((mock.Mock(), 1), 0, (1,) * 65, (1,) * 65) is None
+
+
 SHAPES = [OrderedDict(a=torch.Size([3]), b=torch.Size([2, 2])), OrderedDict(c=torch.Size([1]))]
 WHOLE = {"a": torch.arange(3.0), "b": 10 + torch.arange(4.0), "c": torch.tensor([20.0])}
 
@@ -478,8 +504,7 @@ def test_converter_makes_flat_tensors_of_what_our_checkpoints_hold(universal: Pa
         for name, values in WHOLE.items()
         for array, offset in {"fp32": 0, "exp_avg": 100, "exp_avg_sq": 200}.items()
     }
-    converted = tensors(universal).items()
-    assert {name: (values.dtype, values.flatten().tolist()) for name, values in converted} == expected
+    assert {name: (values.dtype, values.flatten().tolist()) for name, values in tensors(universal).items()} == expected
 
 
 @pytest.mark.seam("`UniversalFolder` reads universal checkpoints")

@@ -8,11 +8,11 @@ import os
 import queue
 import random
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -35,6 +35,7 @@ from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.power_loss import RecordedDisk, observed
 from tests.helpers.waiting import LIMIT, await_that
+from tests.storage.makers import killed_before
 
 TAG = "checkpoint"
 FILES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -177,7 +178,7 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(
             if not first:
                 save(path, "old")
                 (path / TAG / "notes.txt").write_text("mine")
-            survived = killed_at(number, lambda path=path: save(path, "new"))
+            survived = not killed_before(number, partial(save, path, "new"), names=SYSTEM_CALLS)
             whole = frozenset(saved(path)) if path.exists() else None
             outcomes.add(whole)
             if then == "save":
@@ -215,29 +216,6 @@ def test_a_machine_without_the_first_save_gets_its_part(
     assert saved(path) == {"new"} and not list(tmp_path.rglob(".saving*"))
 
 
-def killed_at(number: int, action: Callable[[], object]) -> bool:
-    """Run it in a fork that is killed before its system call of this number, and return whether it finished."""
-    child = os.fork()
-    if child == 0:
-        calls = iter(range(10_000))
-        for name in SYSTEM_CALLS:
-            setattr(os, name, dying(getattr(os, name), calls, number))
-        action()
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL
-    return status == 0
-
-
-def dying(call: Callable[..., Any], calls: Iterator[int], number: int) -> Callable[..., Any]:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args, **kwargs)
-
-    return wrapper
-
-
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("before", [True, False])
 def test_a_power_loss_within_a_save_under_another_tag(before: bool, seed: int, tmp_path: Path, attack: Attack) -> None:
@@ -258,8 +236,11 @@ def test_a_power_loss_within_a_save_under_another_tag(before: bool, seed: int, t
         save(path, "new")
     look()
     disk.close()
-    what = "power loss within a save under another tag"
-    attack(what, tries=len(found), outcome="the last save is whole, or the new one")
+    attack(
+        "power loss within a save under another tag",
+        tries=len(found),
+        outcome="the last save is whole, or the new one",
+    )
     assert {*found} == {("other", "old"), (TAG, "new")} == {found[0], found[-1]} and found[0][0] == "other"
 
 
@@ -297,8 +278,10 @@ def test_a_second_save_to_a_path_that_another_one_writes(first: bool, path: Path
     """It is refused, whichever began, the first one is whole, and a third succeeds."""
     if not first:
         save(path, "old")
-    refused = pytest.raises(StorageLockedError, match=f"Another process is writing to {path} now")
-    with saving(path, "first"), refused:
+    with (
+        saving(path, "first"),
+        pytest.raises(StorageLockedError, match=f"Another process is writing to {path} now"),
+    ):
         save(path, "second")
     assert saved(path) == {"first"}
     save(path, "third")
@@ -461,8 +444,10 @@ def test_a_room_that_is_listed_and_gone(old: Path, monkeypatch: pytest.MonkeyPat
         gone.rmdir()
         yield listed
 
-    failed = pytest.raises(StorageError, match=r"Reading '.*\.saving' failed: Input/output error")
-    with patch.object(os, "scandir", side_effect=OSError(errno.EIO, "Input/output error")), failed:
+    with (
+        patch.object(os, "scandir", side_effect=OSError(errno.EIO, "Input/output error")),
+        pytest.raises(StorageError, match=r"Reading '.*\.saving' failed: Input/output error"),
+    ):
         save(old, "new")
     with patch.object(os, "scandir", side_effect=[OSError(errno.ESTALE, "Stale file handle"), listing(staging)]):
         assert saved(old) == {"old"}
@@ -473,8 +458,10 @@ def test_a_room_that_is_listed_and_gone(old: Path, monkeypatch: pytest.MonkeyPat
 
 def test_what_somebody_removes_within_a_save(old: Path) -> None:
     """A save of which something is gone is not reported as saved."""
-    refused = pytest.raises(CheckpointError, match=r"could not be written: .*No such file or directory")
-    with refused, saving(old, "new") as staging:
+    with (
+        pytest.raises(CheckpointError, match=r"could not be written: .*No such file or directory"),
+        saving(old, "new") as staging,
+    ):
         shutil.rmtree(staging)
     assert saved(old) == {"old"}
 

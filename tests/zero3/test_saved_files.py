@@ -9,7 +9,8 @@ import shutil
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,15 +18,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
 from lightning_smartinfinity.export.destination import staged
 from lightning_smartinfinity.storage.io.deadlines import io_limit
-from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.formats import saved_weights, tensor_file, universal_conversion
 from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import BlockChecksums, SavedArray, VerifiedBlocks
 from lightning_smartinfinity.zero3.checkpoints.formats.scrub import scrub_checkpoint
@@ -38,11 +36,13 @@ from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import (
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import ReadWhenUsed, read_mapped
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
 from lightning_smartinfinity.zero3.engine.record import crc32c_of_both
-from lightning_smartinfinity.zero3.ranks import file_systems
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit, flip_bit_behind
 from tests.helpers.silent_disk import ERROR, FILE_CALLS, SAID, SECONDS, SilentDisk, gives_up
 from tests.helpers.universal import save_of_two, tensors
+from tests.zero3.test_folder_swap import one_process, save
+
+__all__ = ["one_process"]
 
 SHAPES = [OrderedDict(a=torch.Size([7, 3]), none=torch.Size([0])), OrderedDict(b=torch.Size([1]))]
 WHOLE = {"a": torch.arange(21.0), "none": torch.empty(0), "b": torch.tensor([50.0])}
@@ -72,8 +72,7 @@ def test_arrays_are_put_together_in_windows(checkpoint: Path, tmp_path: Path, mo
         for name, values in WHOLE.items()
         for array, offset in {"fp32": 0.0, **ARRAYS}.items()
     }
-    converted = tensors(tmp_path / "new").items()
-    assert {name: (values.dtype, values.tolist()) for name, values in converted} == expected
+    assert {name: (values.dtype, values.tolist()) for name, values in tensors(tmp_path / "new").items()} == expected
     for file in (tmp_path / "new").rglob("*.pt"):
         check_records(file, tensors=True)
     state = torch.load(tmp_path / "new/zero/optimizer_state.pt", weights_only=False)
@@ -277,10 +276,9 @@ def test_torch_reads_what_was_written_in_pieces(size: int, tmp_path: Path) -> No
 def test_files_of_torch_are_read_in_pieces(tmp_path: Path) -> None:
     """A file that torch saved is read in pieces, also where its tensors are slices of one storage."""
     first, second = content()
-    whole = torch.from_numpy(second)
     state = {
         "first": list(torch.from_numpy(first).split(NUMELS)),
-        "second": {index: part.clone() for index, part in enumerate(whole.split(NUMELS))},
+        "second": {index: part.clone() for index, part in enumerate(torch.from_numpy(second).split(NUMELS))},
     }
     torch.save(state, tmp_path / "file.pt")
     assert [*map(bytes, read(tmp_path / "file.pt"))] == [bytes(first), bytes(second)]
@@ -342,10 +340,9 @@ def test_any_part_is_verified(begin: int, end: int) -> None:
     def read(checksums: list[int]) -> bytes:
         copy = np.empty(end - begin, np.float32)
         saved = {ARRAY: checksums}
-        blocks = VerifiedBlocks(
+        VerifiedBlocks(
             lambda array, begin, end: values[begin:end].copy(), saved, folder=Path("zero"), remedy="Convert it again."
-        )
-        blocks.copy(ARRAY, begin, copy)
+        ).copy(ARRAY, begin, copy)
         return copy.tobytes()
 
     assert read(checksums) == values[begin:end].tobytes()
@@ -368,13 +365,6 @@ def test_parts_have_the_checksum_of_the_whole(borders: list[int]) -> None:
 # ---- on a disk that does not answer all ends in time, and nothing has its final name by halves
 
 
-def save_checkpoint(target: Path) -> None:
-    """Save as the engine does."""
-    with replacing(target, "tag") as (staging, *_):
-        (staging / "tag").mkdir()
-        (staging / "tag" / "weights").write_bytes(b"1")
-
-
 def export(target: Path) -> None:
     with staged(target) as new:
         new.mkdir()
@@ -385,21 +375,19 @@ def convert(target: Path) -> None:
     convert_checkpoint(target.parent / "two.ckpt", target)
 
 
-@pytest.mark.parametrize("write", [save_checkpoint, export, convert])
+@pytest.mark.parametrize("write", [partial(save, content="new"), export, convert], ids=["save", "export", "convert"])
 def test_a_folder_that_is_not_flushed(
-    tmp_path: Path, disk: SilentDisk, attack: Attack, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
+    tmp_path: Path, disk: SilentDisk, attack: Attack, write: Callable[[Path], None]
 ) -> None:
     """The error names what is flushed; nothing has the final name, then or later, and the next attempt succeeds."""
     attack("a disk stops answering while a folder is saved", tries=1, outcome=f"{ERROR}; nothing has the final name")
-    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
-    for module in (folder_swap, file_systems):
-        monkeypatch.setattr(module, "raising_together", lambda group=None: nullcontext())
-        monkeypatch.setattr(module, "gather", lambda value, group: [value])
     save_of_two(tmp_path / "two.ckpt", SHAPES, WHOLE, ARRAYS)
     target = tmp_path / "target"
     disk.hang(os, "fsync")
-    told = rf"Flushing '{tmp_path}.*' did not return .* {SECONDS} s"
-    with pytest.raises(StorageTimeoutError, match=told), io_limit(SECONDS):
+    with (
+        pytest.raises(StorageTimeoutError, match=rf"Flushing '{tmp_path}.*' did not return .* {SECONDS} s"),
+        io_limit(SECONDS),
+    ):
         write(target)
     assert disk.hung and not target.exists()
     disk.answer()

@@ -239,8 +239,7 @@ def run(choice: OverlapChoice, seconds: dict[str, float], *, steps: int = 40, ji
     for step in range(steps):
         choice.step_begins(now, sum_over_ranks=lambda value: value)
         modes.append(choice.mode)
-        slow = 10.0 if jitter and step % 7 in (2, 3) else 1.0
-        now += seconds[choice.mode] * slow
+        now += seconds[choice.mode] * (10.0 if jitter and step % 7 in (2, 3) else 1.0)
     return modes
 
 
@@ -253,8 +252,7 @@ def test_a_setting_is_kept(setting: str) -> None:
 @pytest.mark.parametrize("jitter", [False, True])
 def test_the_faster_is_chosen_within_eight_steps(fastest: str, jitter: bool) -> None:
     """Each mode is tried for four steps; a few slow ones, as after a validation, do not count."""
-    seconds = {"forward": 1.0, "backward": 1.0, fastest: 0.8}
-    modes = run(OverlapChoice("auto"), seconds, jitter=jitter)
+    modes = run(OverlapChoice("auto"), {"forward": 1.0, "backward": 1.0, fastest: 0.8}, jitter=jitter)
     assert modes[:8] == 4 * ["forward"] + 4 * ["backward"] and set(modes[8:]) == {fastest}
 
 

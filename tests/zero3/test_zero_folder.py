@@ -37,6 +37,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.trust import (
 )
 from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.checkpoints.load.weight_loading import saved_names
+from tests.helpers.assertions import refused
 from tests.helpers.hostile import Hostile, executed
 from tests.helpers.universal import save_of_two
 from tests.helpers.waiting import LIMIT
@@ -46,8 +47,7 @@ FROZEN = {"base": torch.Size([11])}
 
 
 def values_of(name: str) -> torch.Tensor:
-    shape = {**SHAPES, **FROZEN}[name]
-    return torch.arange(shape.numel(), dtype=torch.float32) + 16 * len(name)
+    return torch.arange({**SHAPES, **FROZEN}[name].numel(), dtype=torch.float32) + 16 * len(name)
 
 
 def slice_of(name: str, rank: int, world_size: int) -> torch.Tensor:
@@ -203,9 +203,8 @@ def test_files_that_do_not_belong_together(kind: str, changes: dict[str, object]
         if kind in file.name:
             content.get("optimizer_state_dict", content).update(changes)
         torch.save(content, file)
-    with pytest.raises(CheckpointError, match=named) as caught:
+    with refused(CheckpointError, match=named):
         read(tmp_path, 0, 1)
-    assert caught.value.remedy.endswith(".")
 
 
 # ---- what goes wrong while a checkpoint folder is read becomes an error that names it
@@ -262,20 +261,18 @@ def test_no_load_leaves_entries_in_the_cache_of_torch(tmp_path: Path) -> None:
         load_without_memory(tmp_path / "file.pt")
         saved_with_room({"room": room_for(numel)}, tmp_path / "room.pt").close()
     assert set(FakeTensorMode.cache) == before
-    made = {file.name for file in PACKAGE.rglob("*.py") if "FakeTensorMode(" in file.read_text()}
-    assert made == {"fake_tensors.py"}
+    assert {file.name for file in PACKAGE.rglob("*.py") if "FakeTensorMode(" in file.read_text()} == {"fake_tensors.py"}
 
 
 @pytest.mark.parametrize("load", [load_file, load_without_memory])
 def test_a_hostile_file(load: Any, tmp_path: Path) -> None:
     """Nothing in it is called. The error names the file, the types and what to write; then it is called."""
     torch.save({"weight": torch.ones(2), "more": Hostile(tmp_path)}, tmp_path / "file.pt")
-    with pytest.raises(CheckpointError, match=rf"file\.pt holds more .*: {Hostile.CALLS}\. ") as caught:
+    holds_more, remedy = rf"file\.pt holds more .*: {Hostile.CALLS}\. ", "pass weights_only=False to it;"
+    with refused(CheckpointError, match=holds_more, remedy="weights_only=False where you load it"):
         load(tmp_path / "file.pt")
-    assert "weights_only=False where you load it" in caught.value.remedy
-    with loading_policy(None, consent="weights_only=False to it"), pytest.raises(CheckpointError) as caught:
+    with loading_policy(None, consent="weights_only=False to it"), refused(CheckpointError, remedy=remedy):
         load(tmp_path / "file.pt")
-    assert "pass weights_only=False to it;" in caught.value.remedy
     with pytest.raises(ZeroDivisionError), loading_policy(False, consent=""):
         _ = 1 / 0
     with pytest.raises(CheckpointError):
@@ -301,8 +298,7 @@ def test_a_save_warns_once_of_types(tmp_path: Path) -> None:
     torch.save({"mine": Others()}, tmp_path / "file.pt")
     with pytest.warns(UserWarning, match=rf"{__name__}\.Others\. Loading it will need weights_only=False"):
         warn_of_types(tmp_path / "file.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         warn_of_types(tmp_path / "file.pt")
         warn_of_types(tmp_path / "plain.pt")
 
@@ -410,8 +406,7 @@ def test_scalars_paths_dates_and_dtypes_come_back(tmp_path: Path) -> None:
     others = [Path("/a/b"), PurePosixPath("c"), day, day.date(), datetime.timedelta(seconds=3)]
     others += [np.dtype("f4"), np.dtype(">i8"), np.dtype("U5")]
     torch.save([*scalars, *others], tmp_path / "file.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         warn_of_types(tmp_path / "file.pt")
         loaded = load_file(tmp_path / "file.pt")
     assert [*map(type, loaded)] == [*map(type, [*scalars, *others])]
@@ -457,8 +452,7 @@ def test_other_values_of_numpy_need_consent(value: object, name: str, tmp_path: 
 def test_types_of_numpy_that_the_user_allows_are_numpys_own(tmp_path: Path) -> None:
     """With add_safe_globals even an array of objects is loaded."""
     torch.save(np.array([None, "x"], dtype=object), tmp_path / "file.pt")
-    own = [multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.ObjectDType]
-    with torch.serialization.safe_globals(own):
+    with torch.serialization.safe_globals([multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.ObjectDType]):
         assert load_file(tmp_path / "file.pt").tolist() == [None, "x"]
 
 

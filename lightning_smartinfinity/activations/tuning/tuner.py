@@ -10,7 +10,7 @@ from lightning_smartinfinity.activations.rates import Rates
 from lightning_smartinfinity.activations.store import ActivationStore
 from lightning_smartinfinity.activations.tuning.choice import Choice, Copies, Profile, choose
 from lightning_smartinfinity.activations.tuning.times import MOST_LOST, Times
-from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory, share_of_memory
+from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory
 from lightning_smartinfinity.settings import ActivationOffload
 
 __all__ = ["FIRST_SETTLED_FORWARD", "Tuner"]
@@ -103,8 +103,8 @@ class Tuner:
         is_compared = self.follows_rates and is_on_processor and last.busy_seconds >= _LEAST_SECONDS
         if is_compared and not before.is_chosen and not self._has_kept_all:
             self._has_kept_all = True
-            report = measure_memory(reserved=0)
-            if _SHARE_OF_MEMORY * last.saved_bytes <= share_of_memory([report], report):
+            # Optimizer state in memory has left room for activations, so that all free memory counts.
+            if _SHARE_OF_MEMORY * last.saved_bytes <= measure_memory(reserved=0).available:
                 return Plan(kept_bytes=last.saved_bytes)
         share = self._share_that_pays(last)
         is_retry = self._is_retry(share < 1)

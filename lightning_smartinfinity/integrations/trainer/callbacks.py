@@ -71,6 +71,8 @@ class StorageTrafficMonitor(Callback):
     ``io/GBps``                             all bytes read and written per second of training
     ``io/wait_GBps``                        the same per second waited: the storage's own speed if nothing overlaps
     ``io/wait_s``                           seconds waited for storage per step, slowest rank
+    ``io/gradient_wait_s``                  seconds that backward waited for gradients on their way from a GPU per
+                                            step, slowest rank
     ``io/wait_share``                       share of the training time spent waiting for storage, slowest rank
     ``io/folder0_GB``, ``..share``, ...     for each storage folder, if there are several: bytes moved per step, their
                                             share of all bytes moved, and bytes per busy second (``..GBps``)
@@ -317,6 +319,7 @@ def _step_values(table: TrafficTable, steps: int) -> dict[str, float]:
             "io/GBps": float(table.bandwidth()) / _GB,
             "io/wait_GBps": float(table.bandwidth(per="wait_seconds")) / _GB,
             "io/wait_s": wait / steps,
+            "io/gradient_wait_s": float(table.seconds("gradient_wait_seconds").max()) / steps,
             "io/wait_share": wait / wall if wall > 0 else math.nan,
             "io/compute_s": float(table.seconds("compute_seconds").mean()) / steps,
             "io/cpu_s_per_GiB": float(table.io_cpu_seconds_per_byte()) * _GIB,

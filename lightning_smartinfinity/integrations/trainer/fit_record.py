@@ -100,7 +100,7 @@ class TrainerFitRecord(FitRecord):
         self._random_state = self._saved_loaders = self._follows = self._other_processes = self._resumed_at = None
         if trainer.state.fn == TrainerFn.FITTING:  # else a checkpoint may still be saved of the fit before
             self._trainer, self._loaders, self._at_end = trainer, FitLoaders(trainer), None
-        self.resumes = self.was_interrupted = False
+        self.resumes = False
         doing, given = trainer.state.fn, passed_to_run(trainer, "ckpt_path")
         if doing is None or given not in (STORAGE, STORAGE_OR_NEW):
             return

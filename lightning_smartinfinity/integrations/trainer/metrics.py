@@ -66,6 +66,7 @@ _SECONDS = (
     "wait_seconds",
     "io_cpu_seconds",
     "activation_wait_seconds",
+    "gradient_wait_seconds",
 )
 _FIELDS = (*_COUNTS, *_SECONDS, "wall_seconds")
 _FOLDER_FIELDS = ("read_bytes", "write_bytes", "busy_seconds")  # per storage folder, after the other columns

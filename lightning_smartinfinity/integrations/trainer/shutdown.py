@@ -44,6 +44,8 @@ __all__ = [
     "abandon_soon_after_sigterm",
 ]
 
+_SILENT_DISK = "because a disk does not answer, and a save would wait for it again"
+
 
 def end_together_after_sigterm(trainer: pl.Trainer) -> None:
     """Make all ranks end after the same batch if one of them receives SIGTERM.
@@ -194,7 +196,7 @@ class SavesAfterError:
     """Decides whether callbacks save a checkpoint after an error: only if all ranks have failed after the same step.
 
     A rank that fails alone leaves the others in collectives, with which those of a save would be matched. Nothing is
-    saved after the error of a disk that does not answer: the save would wait for it once more.
+    saved after the error of a disk that does not answer: the save would wait for it once more. Each run has its own.
     """
 
     def __init__(self) -> None:
@@ -203,26 +205,32 @@ class SavesAfterError:
 
     def begin_run(self, trainer: pl.Trainer) -> None:
         """Prepare for a run. Collective."""
-        self._allowed = self._group = None
         if trainer.world_size > 1 and any(map(_may_save, vars(trainer)["callbacks"])):
             self._group = ending_group()
 
     def allowed(self, trainer: pl.Trainer) -> bool:
         """Return whether callbacks may save after the error that is being handled; the first call is collective."""
         if self._allowed is None:
-            reason = self._reason_against(trainer, sys.exc_info()[1])
-            self._allowed = not reason
-            if reason:
-                warnings.warn(
-                    f"No checkpoint is saved on rank {trainer.global_rank} after the error, {reason}. To resume, pass "
-                    f"{user_calls().from_storage} or an earlier checkpoint.",
-                    stacklevel=4,
-                )
-        return self._allowed
+            self._allow_unless(self._reason_against(trainer, sys.exc_info()[1]), trainer)
+        return bool(self._allowed)
+
+    def note_failed_save(self, trainer: pl.Trainer, error: BaseException) -> None:
+        """Let no other callback save after the same error if a disk did not answer this save."""
+        if self._allowed and _is_of_silent_disk(error):
+            self._allow_unless(_SILENT_DISK, trainer)
+
+    def _allow_unless(self, reason: str, trainer: pl.Trainer) -> None:
+        self._allowed = not reason
+        if reason:
+            warnings.warn(
+                f"No checkpoint is saved on rank {trainer.global_rank} after the error, {reason}. To resume, pass "
+                f"{user_calls().from_storage} or an earlier checkpoint.",
+                stacklevel=5,
+            )
 
     def _reason_against(self, trainer: pl.Trainer, error: BaseException | None) -> str:
-        if isinstance(error, StorageTimeoutError):
-            return "because a disk does not answer, and a save would wait for it again"
+        if _is_of_silent_disk(error):
+            return _SILENT_DISK
         if trainer.world_size == 1 or self._all_failed(trainer, error):
             return ""
         step = trainer.global_step
@@ -234,6 +242,20 @@ class SavesAfterError:
         if error is None or self._group is None or isinstance(error, RankLostError):
             return False
         return lost_rank_behind(error) is None and all_come(trainer.global_step, self._group)
+
+
+def _is_of_silent_disk(error: BaseException | None) -> bool:
+    """Return whether a disk that does not answer caused an error, or one before it, or one of its group."""
+    left, seen = [error], set()
+    while left:
+        each = left.pop()
+        if isinstance(each, StorageTimeoutError):
+            return True
+        if isinstance(each, BaseException) and id(each) not in seen:
+            seen.add(id(each))
+            group = getattr(each, "exceptions", ())  # of an ExceptionGroup, which Python 3.10 does not have
+            left += [each.__cause__, each.__context__, *(group if isinstance(group, tuple) else ())]
+    return False
 
 
 def _may_save(callback: pl.Callback) -> bool:
@@ -253,7 +275,7 @@ def end_by(exception: BaseException, module: pl.LightningModule | None) -> None:
     """
     # KeyboardInterrupt, the exit after SIGTERM, or a disk over its time limit: closing must not wait for the disk
     # again.
-    if not isinstance(exception, Exception) or isinstance(exception, StorageTimeoutError):
+    if not isinstance(exception, Exception) or _is_of_silent_disk(exception):
         ask_to_end()
     lost = lost_rank_behind(exception)
     if lost is None:

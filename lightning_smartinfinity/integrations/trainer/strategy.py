@@ -193,6 +193,12 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         self._end_search()
 
     @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self._fit_record.was_interrupted = False
+        self._saves_after_error = shutdown.SavesAfterError()
+
+    @override
     def setup_environment(self) -> None:
         self._prepare_environment(super().root_device, local_world_size=self.num_processes)
         if self.lightning_module is not None:
@@ -365,6 +371,9 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
                 take_back_ask_to_end()
                 self._fit_record.add_point(checkpoint, capture(self.root_device, world_size=self.world_size))
                 super().save_checkpoint(checkpoint, filepath, storage_options)
+        except Exception as error:
+            self._saves_after_error.note_failed_save(self._trainer, error)
+            raise
         finally:
             self.model = present
             if optimizer is not None:

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import CudaError, SmartInfinityError
-from lightning_smartinfinity.pipeline.gradients.arriving_squares import ArrivingSquares, squares_of
+from lightning_smartinfinity.pipeline.gradients.arriving_gradients import ArrivingGradients
 from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientMemory, GradientWindows
 from lightning_smartinfinity.pipeline.layout.batches import spans_of
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
 from lightning_smartinfinity.pipeline.layout.tensors import DTYPES, Flat
-from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, GradientCopies
+from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink
 
 __all__ = ["GradientArena"]
 
@@ -35,6 +35,7 @@ class GradientArena:
         dtype: Accumulation dtype: float32, bfloat16 or float16.
         link: Link to the CUDA device that gradients come from. Gradients in other memory are copied by blocking calls.
         memory: Memory for the gradients; None means memory that holds all of them.
+        num_threads: Number of threads that add gradients from the device.
 
     Attributes:
         active: bool[num_parameters]: whether each parameter's gradient arrived in this window. The arena changes this
@@ -50,12 +51,11 @@ class GradientArena:
         dtype: torch.dtype = torch.float32,
         link: CudaLink | None = None,
         memory: GradientMemory | None = None,
+        num_threads: int = 1,
     ) -> None:
         self.active: NDArray[np.bool_] = np.zeros(len(layout.parameters), np.bool_)
         self._layout = layout
-        # Memory with a budget is not registered, because registered pages cannot be dropped. Copies into it block.
-        self._copies = GradientCopies(link) if link is not None and memory is None else None
-        self._memory = GradientMemory(layout.numel, dtype, link=link) if memory is None else memory
+        self._memory = GradientMemory(layout.numel, dtype) if memory is None else memory
         self._lost = False
         self.buffer = self._memory.tensor
         self._dtype = DTYPES[dtype]
@@ -66,7 +66,10 @@ class GradientArena:
         ]
         self._unpadded_numels = [each.numel if each.numel == each.real_numel else None for each in layout.parameters]
         self._squares = np.full(len(layout.parameters), _UNKNOWN)
-        self._arriving = None if self._copies is None else ArrivingSquares(layout, self.buffer)
+        self._arriving = None
+        if link is not None:
+            self._arriving = ArrivingGradients(link, nbytes=self.buffer.nbytes, num_threads=num_threads)
+            self._memory.arriving = self._arriving
         self._is_last = True
 
     def arrive(self, parameter: int, gradient: torch.Tensor) -> None:
@@ -74,20 +77,21 @@ class GradientArena:
         self._arrive(parameter, gradient, adds=bool(self.active[parameter]))
 
     def replace(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Do the same as :meth:`arrive`, but overwrite what arrived before in this window.
+        """Do the same as :meth:`arrive`, but overwrite what arrived before in this window. The caller keeps the tensor.
 
         Raises:
             CudaError: An earlier copy of a gradient failed.
         """
         self.synchronize()  # copies in flight would overwrite the gradient
-        self._arrive(parameter, gradient, adds=False)
+        # Later changes of a tensor on a device would not wait for the copy.
+        self._arrive(parameter, gradient.clone() if gradient.is_cuda else gradient, adds=False)
 
     @torch.no_grad()
     def arrive_all(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Add this rank's slices of gradients. The first one of a parameter in a window overwrites the memory instead.
 
-        Plain gradients in host memory are handled in one pass of the core. Copies from CUDA run on torch's current
-        stream and may still be in flight on return (see :meth:`synchronize`).
+        Plain gradients in host memory are handled in one pass of the core. Gradients on the device may still be on
+        their way on return: see :meth:`synchronize` and :meth:`arrived`. Nobody may change them.
 
         Args:
             parameters: Parameter indices, each once.
@@ -96,21 +100,16 @@ class GradientArena:
                 parameter active.
         """
         arriving: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
-        copied = []
-        if self._arriving is not None:
-            self._arriving.forget(parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient.numel() == self._unpadded_numels[parameter] and _is_plain(gradient):
                 arriving.setdefault(gradient.dtype, []).append((parameter, gradient))
             else:
                 self._copy(parameter, gradient, adds=bool(self.active[parameter]))
-                copied.append(parameter)
-        self._square_behind_copies(copied)
         for dtype, pairs in self._held_together(arriving):
             indices = [parameter for parameter, _ in pairs]
             adds = self.active[indices].tolist()
             if any(adds):
-                # The core reads memory that copies from CUDA may still be filling.
+                # Gradients from CUDA may still be on their way into the memory.
                 self.synchronize()
             self._squares[indices] = native.accumulate(
                 [gradient.data_ptr() for _, gradient in pairs],
@@ -124,26 +123,32 @@ class GradientArena:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients of this window."""
-        self._forget_squares()
+        self.synchronize()
+        self._squares[:] = _UNKNOWN
         for gradients in self._active_gradients():
             gradients.mul_(factor)
 
     def clamp(self, limit: float) -> None:
         """Clamp the gradients of this window to ``[-limit, limit]``."""
-        self._forget_squares()
+        self.synchronize()
+        self._squares[:] = _UNKNOWN
         for gradients in self._active_gradients():
             gradients.clamp_(-limit, limit)
 
     def reset(self) -> None:
         """End the window: no parameter is active any more. The step in flight keeps its gradients."""
-        self._forget_squares()
-        self.synchronize()
+        if self._arriving is not None:
+            self._arriving.reset()
+        self._squares[:] = _UNKNOWN
         self.active[:] = False
         self._memory.reset()
         self._lost = False
 
     def step_rolled_back(self) -> None:
         """Record that the step in flight was rolled back. Gradients that it released after use are lost."""
+        if self._memory.budget_bytes is not None:
+            with suppress(CudaError):  # the step raises it
+                self.synchronize()  # nothing may be on its way into memory that is dropped
         if self._memory.step_rolled_back():
             self.reset()
             self._lost = True
@@ -161,26 +166,33 @@ class GradientArena:
         self._memory.spills_ahead = not binds
 
     def synchronize(self) -> None:
-        """Wait for copies from CUDA. Methods that read the memory or return its address call it first."""
-        if self._copies is not None:
-            self._copies.wait()
+        """Wait until the gradients from CUDA are in the memory. Methods that read the memory call it first.
+
+        Raises:
+            CudaError: A copy of a gradient of this window failed.
+        """
+        if self._arriving is not None:
+            self._arriving.wait()
+            for parameter, squares in self._arriving.take_squares():
+                self._squares[parameter] = squares
+
+    def arrived(self) -> list[native.ReadyPoint]:
+        """Return the points after which all gradients that were passed so far are in the memory."""
+        return [] if self._arriving is None else [self._arriving.point()]
 
     def sum_of_squares(self) -> float:
         """Return the sum of the squares of the active gradients, in double; it depends on their values only.
 
-        Most sums are computed when a gradient arrives: see :class:`ArrivingSquares`. The result is not finite if and
-        only if an element of an active gradient is not finite.
+        Most sums are computed when a gradient arrives. The result is not finite if and only if an element of an active
+        gradient is not finite.
 
         Raises:
             CudaError: A copy of a gradient failed.
         """
-        if self._arriving is not None:
-            for parameter, squares in self._arriving.take().items():
-                self._squares[parameter] = squares
         self.synchronize()
         for parameter in np.flatnonzero(self.active & (self._squares == _UNKNOWN)).tolist():
             self._memory.hold([self._range_of(parameter)], changes=False)
-            self._squares[parameter] = squares_of(self._layout, self.buffer, parameter)
+            self._squares[parameter] = self._squares_of(parameter)
         return math.fsum(self._squares[self.active].tolist())
 
     def view(self, sub_group: int) -> torch.Tensor:
@@ -192,7 +204,7 @@ class GradientArena:
     def gradient(self, parameter: int) -> torch.Tensor:
         """Return the gradient slice of one parameter, padding included. Read it before the next call of any method.
 
-        Its values are valid only while the parameter is active. Copies from CUDA may be in flight.
+        Its values are valid only while the parameter is active. It may still be on its way from CUDA.
         """
         return self._held(parameter, changes=False)
 
@@ -214,6 +226,16 @@ class GradientArena:
         """Return and clear the error of a failed spill to storage or read from it; None if there is none."""
         return self._memory.take_failure()
 
+    @property
+    def wait_seconds(self) -> float:
+        """Time that backward waited because too many gradients were on their way from CUDA."""
+        return 0.0 if self._arriving is None else self._arriving.wait_seconds
+
+    @property
+    def ring_bytes(self) -> int:
+        """Registered host memory through which gradients from CUDA pass."""
+        return 0 if self._arriving is None else self._arriving.nbytes
+
     def counters(self) -> native.Counters | None:
         """Return the cumulative counters of gradients on storage; None if all stay in memory."""
         return self._memory.counters()
@@ -225,7 +247,6 @@ class GradientArena:
 
     def flats(self) -> list[Flat]:
         """Return the memory of each sub-group's gradients, for :class:`StepPlan`."""
-        self.synchronize()
         base, size = self.buffer.data_ptr(), self.buffer.element_size()
         return [Flat(base + group.offset * size, group.numel, self._dtype) for group in self._layout.sub_groups]
 
@@ -233,42 +254,38 @@ class GradientArena:
         """Unregister and release the memory; idempotent. The memory lives as long as a tensor over it."""
         if self._arriving is not None:
             self._arriving.close()
-        with suppress(CudaError):  # a device that has failed copies nothing any more
-            self.synchronize()
         self._memory.close()
 
     @torch.no_grad()
     def _arrive(self, parameter: int, gradient: torch.Tensor, *, adds: bool) -> None:
-        if self._arriving is not None:
-            self._arriving.forget([parameter])
         self._copy(parameter, gradient, adds=adds)
-        self._square_behind_copies([parameter])
 
     def _copy(self, parameter: int, gradient: torch.Tensor, *, adds: bool) -> None:
-        """Write a gradient into the memory, or add it there. Copies from CUDA are only started."""
+        """Write a gradient into the memory, or add it there. Gradients from CUDA are only sent on their way."""
+        arriving = self._arriving
+        if arriving is not None and not arriving.takes(gradient):
+            arriving = None
+            self.synchronize()
         self._squares[parameter] = _UNKNOWN
         gradient = gradient.detach().reshape(-1)[: self._layout.parameters[parameter].real_numel]
         target = self._held(parameter, changes=True)
         copied, rest = target[: gradient.numel()], target[gradient.numel() :]
-        if adds:
-            self._add(copied, gradient)
-        else:
-            self._write(copied, gradient)
+        if not adds:
             rest.zero_()
             self.active[parameter] = True
+        if arriving is not None:
+            ticket = arriving.start(parameter, copied, gradient, adds=adds)
+            self._memory.arrives(self._range_of(parameter), ticket)
+            return
+        # Between fp32 and fp16, torch 2.13 loses the sign of a tensor that is negated lazily.
+        copied.add_(gradient.cpu()) if adds else copied.copy_(gradient.resolve_neg())
         if self._is_last and self._memory.budget_bytes is not None:
             # The memory may be spilled, or given up, before the norm is needed.
-            self._squares[parameter] = squares_of(self._layout, self.buffer, parameter)
+            self._squares[parameter] = self._squares_of(parameter)
 
-    def _square_behind_copies(self, parameters: Sequence[int]) -> None:
-        if self._arriving is not None and self._copies is not None and self._is_last and parameters:
-            self._arriving.start(parameters, self._copies.point())
-
-    def _forget_squares(self) -> None:
-        """Discard all sums, because the gradients are about to change."""
-        self._squares[:] = _UNKNOWN
-        if self._arriving is not None:
-            self._arriving.forget()
+    def _squares_of(self, parameter: int) -> float:
+        """Return the sum of the squares of a gradient in memory, in double, in a fixed order of summation."""
+        return native.sum_of_squares(self._addresses[parameter], self._layout.parameters[parameter].numel, self._dtype)
 
     def _held(self, parameter: int, *, changes: bool) -> torch.Tensor:
         begin, end = self._range_of(parameter)
@@ -299,20 +316,6 @@ class GradientArena:
             for first, last in self._memory.cut(begin, end) if is_active else ():
                 self._memory.hold([(first, last)], changes=True)
                 yield self.buffer[first:last]
-
-    def _write(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        if self._copies is not None and self._copies.takes(gradient):
-            self._copies.write(target, gradient)
-        else:
-            # Between fp32 and fp16, torch 2.13 loses the sign of a tensor that is negated lazily.
-            target.copy_(gradient.resolve_neg())
-
-    def _add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        if self._copies is not None and self._copies.takes(gradient):
-            self._copies.add(target, gradient)
-        else:
-            self.synchronize()
-            target.add_(gradient.cpu())
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.common.machine import available_cores
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.pipeline.gradients.device_selection import DeviceSelection
 from lightning_smartinfinity.pipeline.layout.batches import Compression
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
 from lightning_smartinfinity.pipeline.layout.tensors import HostTensor, native_dtype
-from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink
 from lightning_smartinfinity.settings import GradientCodec, TopK
 
 __all__ = ["CompressedGradients", "feed_back_threads"]
@@ -38,7 +37,6 @@ class CompressedGradients:
         num_threads: Number of threads of :meth:`feed_back`.
         device: Device on which torch selects elements; None means that the native core selects, just before each
             update.
-        link: Link to that device, for which the residual is registered.
 
     Attributes:
         codec: The native core's codec.
@@ -52,7 +50,6 @@ class CompressedGradients:
         gradients: torch.Tensor,
         num_threads: int,
         device: torch.device | None = None,
-        link: CudaLink | None = None,
     ) -> None:
         self.codec = codec.native()
         self._num_threads = num_threads
@@ -60,14 +57,12 @@ class CompressedGradients:
         self._sizes = [self.codec.payload_bytes(tasklet.numel, native_dtype(gradients.dtype)) for tasklet in tasklets]
         self._offsets = [0, *accumulate(-(-size // _BEAT_BYTES) * _BEAT_BYTES for size in self._sizes)]
         self._payloads = HostTensor(self._offsets[-1], torch.uint8)
-        selects = device if isinstance(codec, TopK) and codec.exact else None
-        memory = link.host_tensor if link is not None and selects is not None else HostTensor
-        self._residual = memory(layout.numel, torch.float32) if codec.keeps_residual else None
+        self._residual = HostTensor(layout.numel, torch.float32) if codec.keeps_residual else None
         self._elements = [tasklet.offset for tasklet in tasklets]
         self._padding = _padding_of(layout)
         self._selection = None
-        if selects is not None and isinstance(codec, TopK):
-            self._selection = DeviceSelection(codec, device=selects, gradients=gradients, residual=self.residual)
+        if device is not None and isinstance(codec, TopK) and codec.exact:
+            self._selection = DeviceSelection(codec, device=device, gradients=gradients, residual=self.residual)
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -83,11 +78,6 @@ class CompressedGradients:
     def residual_bytes(self) -> int:
         """Host memory of the residual."""
         return 0 if self._residual is None else self._residual.tensor.nbytes
-
-    def close(self) -> None:
-        """Unregister the residual; idempotent. Its memory lives as long as a tensor over it."""
-        if self._residual is not None:
-            self._residual.close()
 
     def of(self, tasklet: int) -> Compression:
         """Return the compression of one tasklet of the layout."""
@@ -133,7 +123,7 @@ def feed_back_threads(compute_threads: int, num_processes: int) -> int:
         compute_threads: Least number of threads.
         num_processes: Number of processes on this machine.
     """
-    cores = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    cores = min(available_cores(), _MOST_THREADS)
     return max(compute_threads, cores // num_processes)
 
 

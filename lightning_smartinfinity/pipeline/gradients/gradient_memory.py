@@ -9,9 +9,9 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError, UnsupportedError
+from lightning_smartinfinity.pipeline.gradients.arriving_gradients import ArrivingGradients
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout
 from lightning_smartinfinity.pipeline.layout.tensors import HostTensor
-from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink
 from lightning_smartinfinity.storage.tensors.tensor_files import whole_blocks
 from lightning_smartinfinity.storage.tensors.tensor_store import StoredTensor, TensorStore
 
@@ -34,13 +34,11 @@ def _gradients_are_gone() -> UnsupportedError:
 class GradientMemory:
     """Memory for all gradients of a rank.
 
-    It is one mapping in huge pages that forked children do not inherit; with a link it is registered for asynchronous
-    copies (best effort).
+    It is one mapping in huge pages that forked children do not inherit.
 
     Args:
         numel: Number of elements.
         dtype: Dtype of the gradients.
-        link: Link to the CUDA device that gradients come from.
 
     Attributes:
         tensor: All elements.
@@ -55,11 +53,13 @@ class GradientMemory:
     is_damaged = False
     """Whether some content could not be read since the last :meth:`reset`."""
 
+    arriving: ArrivingGradients | None = None
+    """Gradients on their way into this memory, if they come from a CUDA device."""
+
     tensor: torch.Tensor
 
-    def __init__(self, numel: int, dtype: torch.dtype, *, link: CudaLink | None = None) -> None:
-        self._whole = link.host_tensor(numel, dtype) if link is not None else HostTensor(numel, dtype)
-        self.tensor = self._whole.tensor
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self.tensor = HostTensor(numel, dtype).tensor
 
     @property
     def memory_bytes(self) -> int:
@@ -72,6 +72,14 @@ class GradientMemory:
         Args:
             ranges: First element, and one past the last one, of each range.
             changes: Whether the caller will write to the elements.
+        """
+
+    def arrives(self, where: tuple[int, int], ticket: int) -> None:
+        """Record that a gradient is on its way into held elements: they stay in memory until it has arrived.
+
+        Args:
+            where: First element, and one past the last one.
+            ticket: The gradient's ticket of ``arriving``.
         """
 
     def cut(self, begin: int, end: int) -> list[tuple[int, int]]:
@@ -110,8 +118,7 @@ class GradientMemory:
         return False
 
     def close(self) -> None:
-        """Release the store or registration of the memory; idempotent. The memory lives as long as a tensor over it."""
-        self._whole.close()
+        """Close the store of the memory; idempotent. The memory lives as long as a tensor over it."""
 
 
 class GradientWindows(GradientMemory):
@@ -159,6 +166,7 @@ class GradientWindows(GradientMemory):
         self._leaving: dict[int, int] = {}  # windows being spilled, with the tickets of their writes
         self._held_bytes = self._leaving_bytes = 0
         self._stored: set[int] = set()
+        self._arriving: dict[int, int] = {}  # windows that gradients are on their way into, with their tickets
         self._in_step: dict[int, native.GradientWindow] = {}
         self._forgotten: dict[int, None] = {}  # windows in memory that only the step in flight needs
         self._given_up: set[int] = set()  # windows whose content is lost, or left to the step in flight
@@ -211,6 +219,9 @@ class GradientWindows(GradientMemory):
         numel = self._layout.extents.tasklet_numel
         windows = self._layout.tasklets_between(begin, end)
         return [(max(begin, w * numel), min(end, (w + 1) * numel)) for w in windows]
+
+    def arrives(self, where: tuple[int, int], ticket: int) -> None:
+        self._arriving |= dict.fromkeys(self._layout.tasklets_between(*where), ticket)
 
     def groups(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Sequence[int]]:
         """Yield groups of indices into ``ranges``; the ranges of a group fit into memory together."""
@@ -269,6 +280,7 @@ class GradientWindows(GradientMemory):
         self._leaving.clear()
         self._held_bytes = self._leaving_bytes = 0
         self._stored.clear()
+        self._arriving.clear()
         self._given_up.clear()
         self._failure = None
         self.is_damaged = False
@@ -336,7 +348,7 @@ class GradientWindows(GradientMemory):
                 self._end_spill(leaving)
             elif (needed := self._first_needed(keep)) is not None:
                 self._await_use_of(needed)
-            elif not self._begin_spill(keep):
+            elif not self._begin_spill(keep) and not self._await_arrival(keep):
                 return
 
     def _first_needed(self, keep: set[int]) -> int | None:
@@ -360,6 +372,20 @@ class GradientWindows(GradientMemory):
         self._leaving_bytes += nbytes
         return True
 
+    def _await_arrival(self, keep: set[int]) -> bool:
+        """Wait for the first gradient on its way into a window that may be dropped. Return whether there was one."""
+        window = next((w for w in self._held if w not in keep and self._is_arriving(w)), None)
+        if window is not None and self.arriving is not None:
+            self.arriving.wait_for_room(self._arriving[window])
+        return window is not None
+
+    def _is_arriving(self, window: int) -> bool:
+        ticket = self._arriving.get(window)
+        if ticket is not None and self.arriving is not None and not self.arriving.is_done(ticket):
+            return True
+        self._arriving.pop(window, None)
+        return False
+
     def _end_spill(self, window: int) -> None:
         """Wait until a window is on storage. It is held again, as the least recently used."""
         ticket = self._leaving.pop(window)
@@ -378,7 +404,7 @@ class GradientWindows(GradientMemory):
             self._failure = self._failure or error
 
     def _may_go(self, window: int, keep: set[int]) -> bool:
-        return window not in keep and not self._is_needed(window)
+        return window not in keep and not self._is_needed(window) and not self._is_arriving(window)
 
     def _is_needed(self, window: int) -> bool:
         """Return whether the update has still to use the window."""

@@ -1,7 +1,8 @@
 """Computes how much host memory optimizer state may use: free memory, shared by the ranks of a machine.
 
-Several limits may apply to a rank: the memory of its machine and of each of its control groups, such as a container's.
-The ranks under a limit share it.
+Several limits may apply to a rank: the memory of its machine, what the machine may promise to processes
+(``vm.overcommit_memory=2``), the memory of each of its control groups, such as a container's, and the limits of the
+process (``ulimit -v`` and ``-d``). The ranks under a limit share it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_smartinfinity.common.machine import machine_identity
+from lightning_smartinfinity.common.machine import control_groups, machine_identity
 
-__all__ = ["MemoryLimit", "MemoryReport", "measure_memory", "share_of_memory"]
+__all__ = [
+    "MemoryLimit",
+    "MemoryReport",
+    "margin_of",
+    "measure_memory",
+    "room_for_state",
+    "share_of_memory",
+    "stays_free",
+]
 
 _MARGIN = 4  # 1 / _MARGIN of a rank's memory stays free for activations, page cache and other processes
-_MACHINE = "machine"
+_SLACK = 8  # 1 / _SLACK of that may be used when memory is measured again, as other processes always use some
+_MACHINE, _PROMISED = "machine", "promised by the machine"
+_USED_FIELDS = {"Max address space": "VmSize", "Max data size": "VmData"}  # in status, by limit
+_NAME_COLUMNS = 25  # of each line of /proc/self/limits
+_NEVER_BEYOND = 2  # vm.overcommit_memory: the machine refuses what exceeds its limit
 
 
 class MemoryLimit(NamedTuple):
@@ -48,23 +61,47 @@ class MemoryReport:
     reserved: int
 
     @property
+    def available(self) -> int:
+        """Bytes that this rank alone could use."""
+        return min(limit.available for limit in self.limits.values())
+
+    @property
     def margin(self) -> int:
         """Bytes that stay free: a quarter of the rank's smallest limit."""
-        return min(limit.total for limit in self.limits.values()) // _MARGIN
+        return margin_of(min(limit.total for limit in self.limits.values()))
+
+
+def margin_of(total: int) -> int:
+    """Return the bytes of a memory of ``total`` bytes that state in memory leaves free."""
+    return total // _MARGIN
+
+
+def room_for_state(available: int, *, margin: int, reserved: int, ranks: int) -> int:
+    """Return the bytes of optimizer state that each of some ranks may keep in the memory that they share.
+
+    Args:
+        available: Bytes that the ranks could use together.
+        margin: Bytes of these that stay free.
+        reserved: Bytes of these that the ranks will use for other purposes.
+        ranks: Number of ranks.
+    """
+    return max(0, available - margin - reserved) // ranks
 
 
 def measure_memory(*, reserved: int, root: Path = Path("/")) -> MemoryReport:
-    """Read /proc/meminfo and the limits of this process's control groups.
+    """Read /proc/meminfo, the limits of this process's control groups, and those of the process itself.
 
     Args:
         reserved: As in :class:`MemoryReport`.
         root: Folder that contains ``proc`` and ``sys``.
     """
     fields = _fields(root / "proc/meminfo", separator=":")
-    machine = MemoryLimit(fields.get("MemTotal", 0) * 1024, fields.get("MemAvailable", 0) * 1024)
-    return MemoryReport(
-        machine=machine_identity(), limits={_MACHINE: machine, **dict(_group_limits(root))}, reserved=reserved
-    )
+    limits = {_MACHINE: MemoryLimit(fields.get("MemTotal", 0) * 1024, fields.get("MemAvailable", 0) * 1024)}
+    if _NEVER_BEYOND in _numbers(root / "proc/sys/vm", ["overcommit_memory"]):
+        total, used = (fields.get(name, 0) * 1024 for name in ("CommitLimit", "Committed_AS"))
+        limits[_PROMISED] = MemoryLimit(total, total - used)
+    limits |= {**dict(_group_limits(root)), **dict(_process_limits(root))}
+    return MemoryReport(machine=machine_identity(), limits=limits, reserved=reserved)
 
 
 def share_of_memory(reports: Sequence[MemoryReport], own: MemoryReport) -> int:
@@ -83,9 +120,29 @@ def share_of_memory(reports: Sequence[MemoryReport], own: MemoryReport) -> int:
 def _share(name: str, ranks: Sequence[MemoryReport]) -> int:
     """Return the bytes that each rank under one limit may use."""
     # Every rank measured the same memory at a slightly different time: the smallest value counts.
-    available = min(rank.limits[name].available for rank in ranks)
-    free = available - max(rank.margin for rank in ranks) - sum(rank.reserved for rank in ranks)
-    return max(0, free) // len(ranks)
+    return room_for_state(
+        min(rank.limits[name].available for rank in ranks),
+        margin=max(rank.margin for rank in ranks),
+        reserved=sum(rank.reserved for rank in ranks),
+        ranks=len(ranks),
+    )
+
+
+def stays_free(reports: Sequence[MemoryReport], now: MemoryReport) -> bool:
+    """Return whether margin and reserved memory are still free while the ranks allocate their shares.
+
+    Other processes may have started after the shares were computed.
+
+    Args:
+        reports: Reports of all ranks from which the shares were computed.
+        now: This rank's report of now. A limit that it has not had before is not considered.
+    """
+    for name, limit in now.limits.items():
+        ranks = [report for report in reports if report.machine == now.machine and name in report.limits]
+        margin = max((rank.margin for rank in ranks), default=0)
+        if ranks and limit.available < margin - margin // _SLACK + sum(rank.reserved for rank in ranks):
+            return False
+    return True
 
 
 class _Files(NamedTuple):
@@ -96,33 +153,38 @@ class _Files(NamedTuple):
     inactive: str  # in memory.stat
 
 
-_VERSION_1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-# Beyond memory.high the kernel reclaims memory and slows the group's processes down, as if they had no more.
-_VERSION_2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_FILES = {
+    1: _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    # Beyond memory.high the kernel reclaims memory and slows the group's processes down, as if they had no more.
+    2: _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
 
 
 def _group_limits(root: Path) -> Iterator[tuple[str, MemoryLimit]]:
     """Yield the limits of the process's control groups and of their parents, each with its name."""
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number == "0":
-                yield from _limits_on_path(root / "sys/fs/cgroup", path, _VERSION_2)
-            elif "memory" in controllers.split(","):
-                yield from _limits_on_path(root / "sys/fs/cgroup/memory", path, _VERSION_1)
-
-
-def _limits_on_path(mounted: Path, path: str, files: _Files) -> Iterator[tuple[str, MemoryLimit]]:
-    group = mounted / path.lstrip("/")
-    for folder in (group, *group.parents):
-        # In a container, the path may be the host's.
-        limits = list(_numbers(folder, files.limits)) if folder.is_relative_to(mounted) else []
+    for folder, version in control_groups("memory", root):
+        files = _FILES[version]
+        limits = list(_numbers(folder, files.limits))
         with suppress(OSError, ValueError):
             if limits:
                 limit, used = min(limits), int((folder / files.used).read_text())
                 # The memory in use includes inactive file pages, which the kernel reclaims when memory is needed.
                 inactive = _fields(folder / "memory.stat").get(files.inactive, 0)
-                yield _group_name(folder), MemoryLimit(limit, limit - used + inactive)
+                yield _name_of(folder), MemoryLimit(limit, limit - used + inactive)
+
+
+def _process_limits(root: Path) -> Iterator[tuple[str, MemoryLimit]]:
+    """Yield the limits of this process, which it shares with no other one."""
+    folder = root / "proc/self"
+    used = _fields(folder / "status", separator=":")
+    with suppress(OSError):
+        # Containers have equal numbers of processes, but not an equal /proc.
+        process = f"{os.stat(folder).st_dev}:{os.getpid()}"
+        for line in (folder / "limits").read_text().splitlines():
+            name = line[:_NAME_COLUMNS].strip()
+            with suppress(ValueError, KeyError):  # there is no such limit, or it is "unlimited"
+                limit = int(line[_NAME_COLUMNS:].split()[0])
+                yield f"{name} of {process}", MemoryLimit(limit, limit - used[_USED_FIELDS[name]] * 1024)
 
 
 def _numbers(folder: Path, names: Sequence[str]) -> Iterator[int]:
@@ -132,9 +194,9 @@ def _numbers(folder: Path, names: Sequence[str]) -> Iterator[int]:
             yield int((folder / name).read_text())
 
 
-def _group_name(folder: Path) -> str:
+def _name_of(path: Path) -> str:
     """Return a name that all containers of a machine agree on: each may see its own group as "/"."""
-    status = os.stat(folder)
+    status = os.stat(path)
     return f"{status.st_dev}:{status.st_ino}"
 
 

@@ -63,20 +63,12 @@ class HostTensor:
     Args:
         numel: Number of elements.
         dtype: Dtype of the elements.
-        device: Device to register the memory with, for asynchronous copies. If that fails, copies block.
 
     Attributes:
         tensor: The tensor, zero-filled. It keeps the mapping alive.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, *, device: native.CudaDevice | None = None) -> None:
-        self._buffer = native.HostBuffer(max(1, numel * dtype.itemsize))
-        self.tensor = torch.frombuffer(self._buffer.memoryview(), dtype=torch.uint8)[: numel * dtype.itemsize].view(
-            dtype
-        )
-        if device is not None:
-            self._buffer.register(device)
-
-    def close(self) -> None:
-        """Unregister the memory; idempotent. Releasing the memory also unregisters it."""
-        self._buffer.unregister()
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        nbytes = numel * dtype.itemsize
+        buffer = native.HostBuffer(max(1, nbytes))
+        self.tensor = torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)[:nbytes].view(dtype)

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.pipeline.layout.tensors import Flat, HostTensor, native_dtype
+from lightning_smartinfinity.pipeline.layout.tensors import Flat, native_dtype
 from lightning_smartinfinity.pipeline.parameters.partitions import CudaPartition
 
-__all__ = ["CudaLink", "GradientCopies", "link_to"]
-
-_CHUNK_NUMEL = 1 << 20
+__all__ = ["CudaLink", "link_to"]
 
 
 def link_to(device: torch.device) -> CudaLink | None:
@@ -99,20 +97,6 @@ class CudaLink:
         """Prevent reuse of the tensor's memory until the current stream has done the work submitted so far."""
         tensor.record_stream(torch.cuda.current_stream(self._torch_device))
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor in the device's memory."""
-        return torch.empty(numel, dtype=dtype, device=self._torch_device)
-
-    def add(self, total: torch.Tensor, other: torch.Tensor) -> None:
-        """Run ``total += other`` on the current stream."""
-        total.add_(other)
-
-    def host_tensor(self, numel: int, dtype: torch.dtype) -> HostTensor:
-        """Return host memory registered with the device for asynchronous copies. If registration fails, warn once."""
-        tensor = HostTensor(numel, dtype, device=self.device)
-        self.warn_of_unregistered()
-        return tensor
-
     def partition(self, tensors: Sequence[torch.Tensor]) -> CudaPartition:
         """Return parameters in the device's memory as a step's outputs.
 
@@ -133,84 +117,3 @@ class CudaLink:
                 f"it block: {failure} Allow the process more locked memory (ulimit -l).",
                 stacklevel=2,
             )
-
-
-class GradientCopies:
-    """Copies gradients from a CUDA device into host memory, on torch's current streams.
-
-    Args:
-        link: Link to the device.
-    """
-
-    def __init__(self, link: CudaLink) -> None:
-        self._link = link
-        self._events: dict[int, native.CudaEvent] = {}
-        self._pending: set[int] = set()
-        self._total: torch.Tensor | None = None
-
-    def takes(self, gradient: torch.Tensor) -> bool:
-        """Return whether the gradient has elements and is on the device."""
-        return gradient.numel() > 0 and self._link.holds(gradient)
-
-    def write(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Start ``target = gradient``.
-
-        Args:
-            target: Contiguous tensor in host memory.
-            gradient: Tensor of the same length on the device, of any dtype.
-        """
-        source = gradient.to(target.dtype).contiguous()
-        stream = self._link.current_stream()
-        self._copy_to_host(target, source, stream)
-        self._link.keep(source)
-        self._record_event(stream)
-
-    def add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Start ``target += gradient``, which runs after all copies started before.
-
-        The device adds, chunk by chunk, in the current stream's order: the host neither waits nor computes.
-        """
-        stream = self._link.current_stream()
-        # Copies on other streams may still be writing the target.
-        for other in self._pending - {stream}:
-            self._events[other].hold(stream)
-        if self._total is None or self._total.dtype != target.dtype:
-            self._total = self._link.empty(_CHUNK_NUMEL, target.dtype)
-        for begin in range(0, gradient.numel(), _CHUNK_NUMEL):
-            chunk = gradient[begin : begin + _CHUNK_NUMEL]
-            where = target[begin : begin + chunk.numel()]
-            total = self._total[: chunk.numel()]
-            self._link.device.copy_to_device(
-                device=total.data_ptr(), host=where.data_ptr(), nbytes=where.nbytes, stream=stream
-            )
-            self._link.add(total, chunk)
-            self._copy_to_host(where, total, stream)
-        self._link.keep(gradient)
-        self._record_event(stream)
-
-    def point(self) -> native.CudaEvent:
-        """Return the point after all copies started so far on the current stream."""
-        event = native.CudaEvent(self._link.device)
-        event.record(self._link.current_stream())
-        return event
-
-    def wait(self) -> None:
-        """Wait until all copies started so far have completed.
-
-        Raises:
-            CudaError: A copy or earlier work in its stream failed.
-        """
-        for stream in list(self._pending):
-            self._events[stream].synchronize()
-            self._pending.discard(stream)
-
-    def _copy_to_host(self, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
-        self._link.device.copy_to_host(
-            host=target.data_ptr(), device=source.data_ptr(), nbytes=target.nbytes, stream=stream
-        )
-
-    def _record_event(self, stream: int) -> None:
-        if stream not in self._events:
-            self._events[stream] = native.CudaEvent(self._link.device)
-        self._events[stream].record(stream)
-        self._pending.add(stream)

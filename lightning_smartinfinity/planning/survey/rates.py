@@ -25,6 +25,7 @@ from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, build_layout
+from lightning_smartinfinity.pipeline.layout.ring import DRIVE_BUFFERS
 from lightning_smartinfinity.pipeline.layout.tensors import Flat, native_dtype
 from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition
 from lightning_smartinfinity.pipeline.rules import rule_for
@@ -105,7 +106,7 @@ def _handler(storage: Path, *, state_format: str, numel: int) -> Iterator[tuple[
     )
     description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=({"name": "p"},))
     store = create_store([storage], config=config, extents=layout.extents, description=description)
-    handler = TransferHandler(layout, store, HostDevice(num_buffers=config.num_buffers), rule=rule)
+    handler = TransferHandler(layout, store, HostDevice(num_buffers=DRIVE_BUFFERS), rule=rule)
     values = [torch.full((numel,), 0.01, dtype=torch.bfloat16) for _ in range(2)]
     flats = [[Flat(each.data_ptr(), numel, native_dtype(each.dtype))] for each in values]
     try:

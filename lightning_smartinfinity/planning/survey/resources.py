@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import torch
 
+from lightning_smartinfinity.common.machine import available_cores
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory
 from lightning_smartinfinity.planning.choice import Resources
+from lightning_smartinfinity.storage.io.mounts import is_in_memory
 
 __all__ = ["survey_resources"]
 
@@ -33,12 +34,14 @@ def survey_resources(storage: Path) -> Resources:
         disk = shutil.disk_usage(existing)
     except OSError as error:
         raise StorageError(f"The disk of {str(storage)!r} cannot be read: {error}.", "Pass --storage.") from error
-    report = measure_memory(reserved=0)
+    memory = measure_memory(reserved=0)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Resources(
-        host_memory=min(limit.available for limit in report.limits.values()),
+        host_memory=memory.available,
+        kept_free=memory.margin,
+        storage_is_memory=is_in_memory(existing),
         disk=disk.free,
-        cores=len(os.sched_getaffinity(0)),
+        cores=available_cores(),
         gpu_memory=torch.cuda.get_device_properties(0).total_memory if num_gpus else None,
         num_gpus=num_gpus,
         drive_bytes=disk.total,

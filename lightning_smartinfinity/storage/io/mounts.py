@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Mount", "mount_of"]
+__all__ = ["IN_MEMORY", "Mount", "is_in_memory", "mount_of", "num_drives"]
+
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+"""Types of file systems whose files are in memory."""
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
 
@@ -38,6 +42,17 @@ def mount_of(folder: Path, mountinfo: Path = _MOUNTINFO) -> Mount | None:
         if covers and (found is None or len(mount.point.parts) >= len(found.point.parts)):
             found = mount
     return found
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Return whether the files of a folder, which need not exist yet, are in memory (tmpfs or ramfs)."""
+    mount = mount_of(folder)
+    return mount is not None and mount.kind in IN_MEMORY
+
+
+def num_drives(folders: Iterable[Path]) -> int:
+    """Return the number of devices whose file systems hold folders, which need not exist yet; at least 1."""
+    return max(1, len({mount.device for mount in map(mount_of, folders) if mount is not None}))
 
 
 def _mounts(mountinfo: Path) -> list[Mount]:

@@ -197,6 +197,7 @@ class GradientPath:
             self._update.drain_for_residual()
         if not self._update.is_idle:
             self._update.require(params)
+        gradients = list(map(self._outside_buckets, gradients))
         self._rank_state.arena.arrive_all([self._index[param.ds_id] for param in params], gradients)
         with torch._C.DisableTorchFunctionSubclass():
             for param in params:
@@ -204,6 +205,17 @@ class GradientPath:
                 self.waiting.pop(param.ds_id, None)
         if self._speculation.on:
             self._speculation.arrived(params)
+
+    def _outside_buckets(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient on a device outside DeepSpeed's buckets, which later gradients overwrite.
+
+        A bucket with one parameter is reduced in place. The arena copies gradients of a device later.
+        """
+        if not gradient.is_cuda:
+            return gradient
+        where = gradient.untyped_storage().data_ptr()
+        buckets = (bucket.buffer.untyped_storage().data_ptr() for bucket in self._optimizer.ipg_buckets.values())
+        return gradient.clone() if where in buckets else gradient
 
     def end_backward(self) -> None:
         """Take the gradients that wait outside buckets."""

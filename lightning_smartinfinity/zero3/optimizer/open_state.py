@@ -12,8 +12,9 @@ from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.pipeline.gradients.gradient_memory import GradientWindows
 from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLayout, build_layout
-from lightning_smartinfinity.pipeline.parameters.cuda import CudaLink, link_to
+from lightning_smartinfinity.pipeline.parameters.cuda import link_to
 from lightning_smartinfinity.pipeline.rules import UpdateRule
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.optimizer.persistence import begin_write_back
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from lightning_smartinfinity.zero3.parameters.partition import Partition, describe_partition
@@ -24,10 +25,11 @@ from lightning_smartinfinity.zero3.setup.archiving import put_together
 from lightning_smartinfinity.zero3.setup.open_storage import (
     gradient_store,
     open_storage,
-    with_cache,
     with_gradient_budget,
 )
 from lightning_smartinfinity.zero3.setup.reopening import as_stored
+from lightning_smartinfinity.zero3.setup.ring import with_ring
+from lightning_smartinfinity.zero3.setup.state_in_memory import claim_cache
 from lightning_smartinfinity.zero3.untyped import ZeroOptimizer
 
 __all__ = ["open_state"]
@@ -56,7 +58,7 @@ def open_state(
             given by their indices.
 
     Returns:
-        The settings with the gradient budget that was chosen.
+        The settings with the ring and the gradient budget that were chosen.
     """
     group, dtype = optimizer.dp_process_group, optimizer.gradient_accumulation_dtype
     layout = build_layout(
@@ -70,10 +72,11 @@ def open_state(
     if offload.resumes:
         put_together(offload, group)
         layout = as_stored(layout, offload, group)
-    layout = with_cache(layout, offload, group, itemsize=dtype.itemsize, says=True)
+    offload = with_ring(offload, layout, group)
+    offload = with_gradient_budget(offload, layout, itemsize=dtype.itemsize, group=group)
+    layout, cache = claim_cache(layout, offload, group, itemsize=dtype.itemsize)
     rank_state.partition = Partition(optimizer, layout)
     rank_state.partition.zero_padding()
-    offload = with_gradient_budget(offload, layout, itemsize=dtype.itemsize, group=group)
     handler = open_storage(
         offload,
         layout,
@@ -83,6 +86,7 @@ def open_state(
         groups=optimizer.optimizer.param_groups,
         masters=rank_state.partition.outputs(by_cuda=offload.cards is None),
         first_values=first_values,
+        memory=cache,
         group=group,
     )
     rank_state.hold_handler(handler)
@@ -90,11 +94,14 @@ def open_state(
     link = link_to(torch.device(get_accelerator().current_device_name()))
     memory = None
     with raising_together(group):
-        if offload.gradient_budget is not None:
-            memory = _windows(layout, offload, dtype, direct=handler.has_direct_io, await_gradients=await_gradients)
         rank_state.activations = open_activations(offload, group)
-    rank_state.arena = GradientArena(layout, dtype=dtype, link=link, memory=memory)
-    rank_state.compressed = _compressed(layout, offload, rank_state.arena, link)
+        threads = offload.transfer.compute_threads
+        assert isinstance(threads, int), "the number was chosen before the training"
+        with storage_errors("Allocating memory for gradients of", offload.storage[0]):
+            if offload.gradient_budget is not None:
+                memory = _windows(layout, offload, dtype, direct=handler.has_direct_io, await_gradients=await_gradients)
+            rank_state.arena = GradientArena(layout, dtype=dtype, link=link, memory=memory, num_threads=threads)
+            rank_state.compressed = _compressed(layout, offload, rank_state.arena)
     if offload.resumes:
         rank_state.keeping.resumable = True
         _read_parameters(rank_state)
@@ -124,9 +131,7 @@ def _windows(
     )
 
 
-def _compressed(
-    layout: PartitionLayout, offload: OffloadSettings, arena: GradientArena, link: CudaLink | None
-) -> CompressedGradients | None:
+def _compressed(layout: PartitionLayout, offload: OffloadSettings, arena: GradientArena) -> CompressedGradients | None:
     if offload.compression is None:
         return None
     device = torch.device(get_accelerator().current_device_name())
@@ -136,7 +141,6 @@ def _compressed(
         gradients=arena.buffer,
         num_threads=offload.feed_back_threads,
         device=device if device.type == "cuda" else None,
-        link=link,
     )
 
 

@@ -317,6 +317,8 @@ class RankState:
         if not self._has_arena or self._handler is None:
             return {}
         held = {"ring": self._handler.ring_bytes, "gradient_arena": self.arena.memory_bytes}
+        if self.arena.ring_bytes:
+            held["gradient_ring"] = self.arena.ring_bytes
         if self.compressed is not None:
             held["payloads"] = self.compressed.payload_bytes
             if self.compressed.residual_bytes:
@@ -332,6 +334,8 @@ class RankState:
             return Traffic()
         counters = self.arena.counters() if self._has_arena else None
         traffic = self._handler.traffic()
+        if self._has_arena:
+            traffic += Traffic(gradient_wait_seconds=self.arena.wait_seconds)
         if counters is not None:
             traffic += replace(Traffic.over_shared_channel(counters), folders=())
         return traffic if self.activations is None else traffic + _traffic_of(self.activations.traffic())
@@ -358,9 +362,7 @@ class RankState:
         if self._has_arena:
             self.arena.close()
             del self.arena
-        if self.compressed is not None:
-            self.compressed.close()
-            self.compressed = None
+        self.compressed = None
         self.close_activations()
 
     def write(self) -> None:

@@ -136,6 +136,7 @@ class StorageStep:
             gradient_scale=1.0 / (loss_scale * clip_factor),
             compressed=self._rank_state.compressed,
             loss_scale=loss_scale,
+            arrived=arena.arrived,
             link=self._link,
             first_uses=self._update.first_uses(),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
@@ -62,8 +63,14 @@ def partitioning(what: str, total_bytes: int | None) -> Iterator[None]:
                 if left == 0:
                     shown.close()  # later work in this context has its own progress bar
 
-        with wrapped(Init, "_zero_init_param", zero_init_param):
+        with wrapped(Init, "_zero_init_param", zero_init_param), wrapped(torch.nn.Module, "apply", _apply):
             yield
+
+
+def _apply(original: Callable[..., object], module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Return the module, as torch does; ``zero.Init`` returns None."""
+    original(module, *args, **kwargs)
+    return module
 
 
 @contextmanager

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.common.machine import machine_identity
+from lightning_smartinfinity.devices import StorageDevice
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.layout.free_memory import measure_memory, share_of_memory
@@ -22,7 +24,6 @@ from lightning_smartinfinity.pipeline.layout.partition_layout import (
     ParameterSlice,
     PartitionLayout,
     build_layout,
-    with_residents,
 )
 from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory
 from lightning_smartinfinity.pipeline.rules import UpdateRule, rule_for
@@ -59,14 +60,11 @@ from lightning_smartinfinity.zero3.setup.rank_migration import (
     plan_way,
 )
 from lightning_smartinfinity.zero3.setup.reopening import describe_training, recover_for_training
+from lightning_smartinfinity.zero3.setup.state_in_memory import with_cache
 from lightning_smartinfinity.zero3.setup.update_device import card_file_bytes, make_device
 from lightning_smartinfinity.zero3.untyped import ParamGroup
 
-__all__ = ["gradient_store", "open_storage", "require_parameter_space", "with_cache", "with_gradient_budget"]
-
-_log = logging.getLogger(__name__)
-
-_FP32_BYTES = 4
+__all__ = ["gradient_store", "open_storage", "require_parameter_space", "with_gradient_budget"]
 
 
 def open_storage(
@@ -79,6 +77,7 @@ def open_storage(
     groups: Sequence[ParamGroup],
     masters: ParameterMemory,
     first_values: Sequence[float],
+    memory: Sequence[native.HostBuffer],
     group: ProcessGroup | None,
 ) -> TransferHandler:
     """Create the store, open the device and write the first generation; or open the store of an interrupted training.
@@ -94,6 +93,7 @@ def open_storage(
         groups: The optimizer's parameter groups, for the manifest.
         masters: This rank's partition, which is widened to the masters.
         first_values: Initial values of the other arrays.
+        memory: Memory for the resident tasklets (:func:`~.state_in_memory.claim_cache`).
         group: Process group of all ranks.
 
     Raises:
@@ -103,8 +103,9 @@ def open_storage(
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
     description = describe_training(layout, rule, dtype, groups, tasklet_bytes=settings.tasklet_bytes)
     _warn_of_network(settings, group)
+    device = partial(make_device, settings, layout.extents, rule.name, memory)
     if settings.resumes:
-        return _reopen_storage(settings, layout, rule, description, group)
+        return _reopen_storage(settings, layout, rule, description, device, group)
     moves = plan_moves(settings, group)
     require_space(_space_of_all_ranks(settings, layout, moves, group))
     archive(moves, settings, group)
@@ -114,7 +115,7 @@ def open_storage(
     try:
         store = _create_store(settings, layout, description, group, job_id)
         opened.callback(store.close, remove=True)
-        handler = TransferHandler(layout, store, make_device(settings, layout.extents, rule.name), rule=rule)
+        handler = TransferHandler(layout, store, device(), rule=rule)
         opened.callback(handler.close, remove=True)
         handler.open()
         handler.initialize(masters, first_values=first_values, show=show_on_rank_zero)
@@ -134,6 +135,7 @@ def _reopen_storage(
     layout: PartitionLayout,
     rule: UpdateRule,
     description: StoreDescription,
+    device: Callable[[], StorageDevice],
     group: ProcessGroup | None,
 ) -> TransferHandler:
     """Open the store of an interrupted training at the newest record that all ranks have. Collective."""
@@ -143,12 +145,12 @@ def _reopen_storage(
     require_space(_of_all_ranks(requests, group))
     predecessor = find_predecessor(settings, description, group)
     if predecessor is not None:
-        return _migrate(predecessor, settings, layout, rule, description, group)
+        return _migrate(predecessor, settings, layout, rule, description, device, group)
     with ExitStack() as opened:
         with raising_together(group):
             store = recover_for_training(settings, layout, description, group)
             opened.callback(store.close, remove=False)
-            handler = TransferHandler(layout, store, make_device(settings, layout.extents, rule.name), rule=rule)
+            handler = TransferHandler(layout, store, device(), rule=rule)
             opened.callback(handler.close, remove=False)
             handler.open()
         opened.pop_all()
@@ -170,6 +172,7 @@ def _migrate(
     layout: PartitionLayout,
     rule: UpdateRule,
     description: StoreDescription,
+    device: Callable[[], StorageDevice],
     group: ProcessGroup | None,
 ) -> TransferHandler:
     """Create this rank's store, fill it from the stores of another number of ranks, and delete those. Collective."""
@@ -186,7 +189,7 @@ def _migrate(
         with raising_together(group):
             store = _create_store(settings, layout, description, group, job_id)
             opened.callback(store.close, remove=True)
-            handler = TransferHandler(layout, store, make_device(settings, layout.extents, rule.name), rule=rule)
+            handler = TransferHandler(layout, store, device(), rule=rule)
             opened.callback(handler.close, remove=True)
             handler.open()
         fill_successor(predecessor, settings, layout, handler.state, store, group)
@@ -196,50 +199,6 @@ def _migrate(
         put_together(settings, group)
         opened.pop_all()
     return handler
-
-
-def with_cache(
-    layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None, *, itemsize: int, says: bool = False
-) -> PartitionLayout:
-    """Return the layout with the resident tasklets set by ``dram_cache_bytes``; none on cards. Collective.
-
-    Args:
-        layout: This rank's partition, without resident tasklets.
-        settings: The settings.
-        group: Process group of all ranks.
-        itemsize: Bytes per element of gradients in host memory.
-        says: Whether to log the size.
-    """
-    if settings.cards is not None:
-        return layout
-    nbytes, reason = settings.transfer.dram_cache_bytes, "dram_cache_bytes"
-    if not isinstance(nbytes, int):
-        own = measure_memory(reserved=_still_to_allocate(layout, settings, itemsize=itemsize))
-        nbytes = share_of_memory(gather(own, group), own)
-        reason = "its share of what is free, except for a quarter of all memory"
-    layout = with_residents(layout, nbytes=nbytes, written_through=settings.transfer.writes_through)
-    if says:
-        sizes = [extent.nbytes for extent in layout.extents.extents]
-        _log.info(
-            "%.2f of %.2f GiB of this process's optimizer state stay in host memory; the limit is %.2f GiB: %s.",
-            sum(sizes[: layout.num_resident]) / 2**30,
-            sum(sizes) / 2**30,
-            nbytes / 2**30,
-            reason,
-        )
-    return layout
-
-
-def _still_to_allocate(layout: PartitionLayout, settings: OffloadSettings, *, itemsize: int) -> int:
-    """Return the bytes of host memory that the training takes after the size of the cache was chosen."""
-    transfer, gradients = settings.transfer, itemsize * layout.numel
-    if isinstance(transfer.gradient_bytes, int):
-        gradients = min(gradients, transfer.gradient_bytes)
-    has_residual = settings.compression is not None and settings.compression.keeps_residual
-    residual = _FP32_BYTES * layout.numel if has_residual else 0
-    ring = transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
-    pool = settings.activations.host_bytes if settings.activations is not None else 0
-    return gradients + residual + ring + (pool if isinstance(pool, int) else 0)
 
 
 def with_gradient_budget(
@@ -252,7 +211,7 @@ def with_gradient_budget(
     """
     wanted, nbytes = settings.transfer.gradient_bytes, layout.numel * itemsize
     if isinstance(wanted, str):
-        ring = settings.transfer.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
+        ring = settings.num_buffers * max(settings.tasklet_bytes, layout.extents.place_bytes)
         own = measure_memory(reserved=ring)
         free = share_of_memory(gather(own, group), own)
         needs_all = _needs_all_gradients(settings, layout, itemsize=itemsize) is not None

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import ProcessGroup
 
-from lightning_smartinfinity.common.machine import machine_identity
+from lightning_smartinfinity import native
+from lightning_smartinfinity.common.machine import available_cores, machine_identity
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.devices.smartssd import (
     CardRing,
@@ -36,6 +37,7 @@ from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kern
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
+from lightning_smartinfinity.pipeline.layout.ring import update_threads
 from lightning_smartinfinity.settings import SmartSSDConfig
 from lightning_smartinfinity.settings.smartssd import is_xclbin_named
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES, ExtentMap
@@ -50,7 +52,6 @@ _log = logging.getLogger(__name__)
 
 _SMALL_TASKLET_BYTES = 16 << 20
 _LEAST_GRADIENT_BYTES = 2  # per element
-_MOST_THREADS = 8  # by itself, so that a machine with many cores keeps some; not measured with more than two
 
 
 class _Report(NamedTuple):
@@ -262,22 +263,24 @@ def compute_threads(wanted: int | str, *, num_processes: int, on_gpu: bool) -> i
     """
     if isinstance(wanted, int):
         return wanted
-    cores = len(os.sched_getaffinity(0)) // num_processes
-    return min(max(1, cores // (2 if on_gpu else 4)), _MOST_THREADS)
+    return update_threads(available_cores() // num_processes, on_gpu=on_gpu)
 
 
-def make_device(settings: OffloadSettings, extents: ExtentMap, optimizer: str) -> StorageDevice:
+def make_device(
+    settings: OffloadSettings, extents: ExtentMap, optimizer: str, memory: Sequence[native.HostBuffer] = ()
+) -> StorageDevice:
     """Return the device that updates, which is not open yet.
 
     Args:
         settings: Result of :func:`choose_update_device`.
         extents: The extents of this rank's tasklets.
         optimizer: Name of the update rule.
+        memory: Memory for the resident tasklets, if the host updates.
     """
     transfer, cards = settings.transfer, settings.cards
     host: dict[str, Any] = {name: getattr(transfer, name) for name in ("compute_threads", "io_engine", "io_timeout")}
     if cards is None:
-        return HostDevice(num_buffers=transfer.num_buffers, **host)
+        return HostDevice(num_buffers=settings.num_buffers, resident_memory=memory, **host)
     return SmartSSDDevice(cards, kernel=kernel_of(optimizer), ring=_ring(settings, extents.tasklet_numel), **host)
 
 
@@ -293,7 +296,7 @@ def card_file_bytes(settings: OffloadSettings, extents: ExtentMap) -> int:
 def _ring(settings: OffloadSettings, numel: int) -> CardRing:
     """Return the wanted ring of each card, for tasklets of ``numel`` elements."""
     return CardRing(
-        num_buffers=settings.transfer.num_buffers,
+        num_buffers=settings.num_buffers,
         gradient_buffer_bytes=settings.transferred_gradient_bytes(numel),
         parameter_bytes=settings.parameter_itemsize * numel,
     )

@@ -15,8 +15,7 @@ class WithTransformer(pl.LightningModule):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        config = GPT2Config(vocab_size=96, n_positions=64, n_embd=width, n_layer=2, n_head=2)
-        self.model = GPT2LMHeadModel(config)
+        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=64, n_embd=width, n_layer=2, n_head=2))
         self.frozen = nn.Linear(3, 5).requires_grad_(False)
 
 

@@ -58,8 +58,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     training = Training(batch=BATCH, seq=SEQ, **CASES[request.param])
     model = survey_model(find_source(SIZE), batch=BATCH, seq=SEQ)
     resources = replace(survey_resources(folder), process_bytes=figures["imports"] + ENGINE_BYTES)
-    plan = make_plan(model, training, resources, assumed_rates(on_gpu=False, cores=2))
-    return training, model, plan, figures
+    return training, model, make_plan(model, training, resources, assumed_rates(on_gpu=False, cores=2)), figures
 
 
 def test_imports(both: tuple[Any, ...]) -> None:

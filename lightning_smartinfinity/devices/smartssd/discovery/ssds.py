@@ -9,14 +9,13 @@ from typing import NamedTuple
 from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath, functions_of_class, path_of
 from lightning_smartinfinity.devices.smartssd.discovery.system import System, entries_of, text_of
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.storage.io.mounts import Mount, mount_of
+from lightning_smartinfinity.storage.io.mounts import IN_MEMORY, Mount, mount_of
 
 __all__ = ["Ssd", "all_ssds", "ssd_of"]
 
 _NVME_CLASS = "0x0108"
 _FILE_SYSTEMS = ("ext4", "xfs")
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "afs"})
-_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _MAPPED = {
     "LVM-": "LVM",
     "CRYPT-": "dm-crypt",
@@ -73,7 +72,7 @@ def _require_file_system(folder: Path, mount: Mount) -> None:
         return
     if mount.kind in _NETWORK or mount.kind.startswith("fuse"):
         described = f"{mount.kind}, a network or user-space file system"
-    elif mount.kind in _MEMORY:
+    elif mount.kind in IN_MEMORY:
         described = f"{mount.kind}, which is in memory"
     elif mount.kind == "overlay":
         described = "overlay, a container's own file system"

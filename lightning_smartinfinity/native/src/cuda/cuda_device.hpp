@@ -10,6 +10,7 @@
 #include "base/process.hpp"
 #include "cuda/cuda_driver.hpp"
 #include "extent/batch.hpp"
+#include "extent/ready_point.hpp"
 
 namespace smart_infinity {
 
@@ -30,7 +31,7 @@ class CudaDevice final : public HostRegistrar {
     bool is_usable() const { return process_.is_current(); }
 
     // Returns whether it succeeded; the first failure is kept. Only memory that copies use needs registering: the
-    // gradient arena and the slots. The ring, whose state stays on the host, stays pageable.
+    // ring of gradients, the slots of parameters and the pool of activations.
     bool register_host(void* data, std::size_t bytes) const override;
     void unregister_host(void* data) const noexcept override;
     // Returns why memory could not be registered; empty if registering has not failed.
@@ -77,16 +78,14 @@ class CudaDevice final : public HostRegistrar {
 };
 
 // A point in a stream's order. It can be recorded repeatedly; a wait refers to the last recording.
-class CudaEvent {
+class CudaEvent final : public ReadyPoint {
  public:
     explicit CudaEvent(std::shared_ptr<const CudaDevice> device);
-    ~CudaEvent();
-    CudaEvent(const CudaEvent&) = delete;
-    CudaEvent& operator=(const CudaEvent&) = delete;
+    ~CudaEvent() override;
 
     // All throw CudaError, also if the work before the point failed.
     void record(CudaStreamHandle stream) const;
-    void synchronize() const;
+    void synchronize() const override;
     // Returns whether the work before the point is done.
     bool done() const;
     // Makes work that is issued to the stream from now on wait for the point.

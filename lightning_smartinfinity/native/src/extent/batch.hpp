@@ -15,10 +15,10 @@
 
 namespace smart_infinity {
 
-class CudaEvent;
 class CudaStream;
 class GradientCodec;
 class GradientWindow;
+class ReadyPoint;
 
 constexpr std::size_t kMaxArrays = kMaxRegions;  // fp32 has one region per array
 
@@ -80,9 +80,9 @@ struct Batch {
     std::shared_ptr<const GradientCodec> codec = nullptr;
     float residual_scale = 1;            // scale of the gradients; residuals are not scaled
     IoClass io_class = IoClass::kState;  // of tasklets that were not preferred
-    // Points in a device's streams. Before they are reached, gradients may still be in transit to the host, and work on
-    // the device may use parameters from before the update.
-    std::vector<std::shared_ptr<const CudaEvent>> ready;
+    // Before these points are reached, gradients may still be in transit to the host, and work on a device may use
+    // parameters from before the update.
+    std::vector<std::shared_ptr<const ReadyPoint>> ready;
     // Parameter bytes of the largest tasklet that extend() may add to the batch, if it has a stream.
     std::uint64_t slot_bytes = 0;
     // Whether resident tasklets are changed in memory only, although they have places on storage.

@@ -5,12 +5,14 @@
 #include <iterator>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "base/abandoned_call.hpp"
 #include "base/buffer.hpp"
+#include "base/numa.hpp"
 #include "base/stopwatch.hpp"
 #include "io/deadline_engine.hpp"
 #include "io/transfer.hpp"
@@ -21,7 +23,10 @@ namespace {
 // Requests are split into parts of this size, which run concurrently: one thread alone does not saturate a disk.
 constexpr std::size_t kPartBytes = std::size_t{4} << 20;
 
-void require(bool condition, const std::string& problem) {
+// The callback of such a part computes for less time than passing it to another thread takes.
+constexpr std::size_t kSmallPartBytes = std::size_t{64} << 10;
+
+void require_usage(bool condition, const std::string& problem) {
     if (!condition) throw std::invalid_argument("FileQueue: " + problem);
 }
 
@@ -47,8 +52,14 @@ Failure failure_of(const Transfer& transfer, Transfer::Progress progress, const 
 }  // namespace
 
 FileQueue::FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine, MemoryRange memory,
-                     std::optional<Deadline> deadline)
-    : deadline_(std::move(deadline)), engine_(make_engine({io_engine, io_threads, {}, memory})) {}
+                     std::optional<Deadline> deadline, bool computes, const std::vector<StateFile>& files)
+    : deadline_(std::move(deadline)), engine_(make_engine({io_engine, io_threads, {}, memory, files})) {
+    if (!computes || engine_->kind() != IoEngineKind::kUring) return;
+    const OnNode on_node(node_of(files));
+    const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
+    callers_ = std::make_unique<WorkerPool<EndedPart>>("smart-inf-crc", std::min(io_threads, cores),
+                                                       [this](const EndedPart& ended) { end_part(ended); });
+}
 
 FileQueue::~FileQueue() {
     close();
@@ -71,14 +82,14 @@ std::unique_ptr<IoEngine> FileQueue::make_engine(const IoOptions& options) {
 
 FileQueue::Ticket FileQueue::submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data,
                                     std::size_t bytes, const Options& options) {
-    require(bytes > 0, "no bytes");
+    require_usage(bytes > 0, "no bytes");
     const bool aligned = offset % kBlockBytes == 0 && bytes % kBlockBytes == 0 &&
                          reinterpret_cast<std::uintptr_t>(data) % kBlockBytes == 0;
-    require(aligned || file.access() == Access::kBuffered, "direct I/O wants whole blocks of 4096 bytes");
+    require_usage(aligned || file.access() == Access::kBuffered, "direct I/O wants whole blocks of 4096 bytes");
     const int descriptor = file.descriptor();
     const auto request = std::make_shared<Request>(file, options);
     const std::lock_guard lock(mutex_);
-    require(!closed_, "it is closed");
+    require_usage(!closed_, "it is closed");
     for (std::size_t begin = 0; begin < bytes; begin += kPartBytes) {
         request->unstarted.push_back(
             {direction, descriptor, offset + begin, data + begin, std::min(kPartBytes, bytes - begin), next_tag_++});
@@ -146,7 +157,9 @@ std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) {
 
 Counters FileQueue::report() const {
     const std::lock_guard lock(mutex_);
-    return with_usage(counters_, engine_->usage());
+    IoUsage usage = engine_->usage();
+    if (callers_) usage.cpu_seconds += callers_->cpu_seconds();
+    return with_usage(counters_, usage);
 }
 
 IoEngineKind FileQueue::io_engine() const {
@@ -172,7 +185,7 @@ std::optional<Failure> FileQueue::failure_of(const Part& part, Transfer::Progres
 }
 
 void FileQueue::require_issued(Ticket ticket) const {
-    require(ticket < next_ticket_, "there is no ticket " + std::to_string(ticket));
+    require_usage(ticket < next_ticket_, "there is no ticket " + std::to_string(ticket));
 }
 
 bool FileQueue::has_ended(Ticket ticket) const {
@@ -223,21 +236,25 @@ void FileQueue::completed(const IoRequest& request, const IoResult& result) {
         found.attempted = true;
         return attempt(found);
     }
-    const Part part = found;
     const bool refused = result.seconds == 0;
     const bool abandons = progress == Transfer::Progress::kNotReturned && !refused;
-    if (abandons) abandoned_.push_back(part.request);
-    std::optional<Failure> failure = failure_of(part, progress, result);
-    if (part.request->options.ended) {
-        lock.unlock();
-        failure = part.request->options.ended(part.whole, std::move(failure));
-        lock.lock();
-    }
+    if (abandons) abandoned_.push_back(found.request);
+    const EndedPart ended{found, failure_of(found, progress, result), abandons};
+    lock.unlock();
+    if (callers_ && ended.part.whole.bytes > kSmallPartBytes) return callers_->push(ended);
+    end_part(ended);
+}
+
+void FileQueue::end_part(const EndedPart& ended) {
+    const auto& [part, reported, abandons] = ended;
+    std::optional<Failure> failure = reported;
+    if (part.request->options.ended) failure = part.request->options.ended(part.whole, std::move(failure));
+    std::unique_lock lock(mutex_);
     Request& whole = *part.request;
     // The failure must show that the memory is still in use, so an abandoned part's failure replaces an earlier one.
     if (!whole.failure || (abandons && !whole.abandoned)) whole.failure = std::move(failure);
     whole.abandoned |= abandons;
-    parts_.erase(request.tag);
+    parts_.erase(part.whole.tag);
     if (whole.parts_left == 1) {
         // `ended` may hold the last reference to an extent, whose destructor may shorten a file.
         Ended unused = take_unused(whole);

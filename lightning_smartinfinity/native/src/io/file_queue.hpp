@@ -13,6 +13,7 @@
 
 #include "base/busy_time.hpp"
 #include "base/failure.hpp"
+#include "base/worker_pool.hpp"
 #include "io/counters.hpp"
 #include "io/deadline_engine.hpp"
 #include "io/io_engines.hpp"
@@ -45,9 +46,9 @@ class FileQueue final : private CompletionHandler {
     struct Options {
         IoClass io_class = IoClass::kAwaited;
         std::vector<Ticket> after;  // requests that must end before this one starts
-        // Called once for each part that was not cancelled, on a thread of the engine, without a lock. Receives the
-        // failure of the part, and returns the failure that the request gets. It is kept until an abandoned part
-        // returns, and is also destroyed without a lock.
+        // Called once for each part that was not cancelled, on a thread of the queue or of the engine, without a lock.
+        // Receives the failure of the part, and returns the failure that the request gets. It is kept until an
+        // abandoned part returns, and is also destroyed without a lock.
         Ended ended;
         // Called once, when the request has ended, on the same conditions. Receives the failure of the request, on
         // which wait() must then not be called.
@@ -56,9 +57,11 @@ class FileQueue final : private CompletionHandler {
 
     // Throws std::invalid_argument if the number of threads is out of range, SystemError if the engine is unavailable.
     // `memory`, which must outlive the queue, is registered with engines that benefit from it; requests may also use
-    // other memory.
+    // other memory. `ended` may compute for long: if `computes`, threads of the queue call it for all but small parts,
+    // instead of the only thread of a ring. Each device of `files` gets a ring.
     explicit FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine = std::nullopt,
-                       MemoryRange memory = {}, std::optional<Deadline> deadline = std::nullopt);
+                       MemoryRange memory = {}, std::optional<Deadline> deadline = std::nullopt, bool computes = false,
+                       const std::vector<StateFile>& files = {});
     // Closes the queue first. Memory and files that abandoned requests still use are never freed.
     ~FileQueue();
 
@@ -113,6 +116,12 @@ class FileQueue final : private CompletionHandler {
         bool attempted = false;  // then some of its bytes may have been transferred
     };
 
+    struct EndedPart {
+        Part part;
+        std::optional<Failure> failure;
+        bool abandons;  // whether it has not returned in time
+    };
+
     std::unique_ptr<IoEngine> make_engine(const IoOptions& options);
     std::optional<Failure> failure_of(const Part& part, Transfer::Progress progress, const IoResult& result) const;
     void require_issued(Ticket ticket) const;
@@ -125,6 +134,7 @@ class FileQueue final : private CompletionHandler {
     static Ended take_unused(Request& request);
     void end_of(Request& request);
     void completed(const IoRequest& request, const IoResult& result) override;
+    void end_part(const EndedPart& ended);
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;
@@ -138,8 +148,10 @@ class FileQueue final : private CompletionHandler {
     bool closed_ = false;
     std::vector<std::shared_ptr<Request>> abandoned_;  // keep their files and the objects that `ended` captured
     std::optional<Deadline> deadline_;
-    DeadlineEngine* watch_ = nullptr;   // the engine, if there is a deadline
-    std::unique_ptr<IoEngine> engine_;  // last: its destructor waits for threads that use all of the above
+    DeadlineEngine* watch_ = nullptr;  // the engine, if there is a deadline
+    // Last members: their destructors wait for threads that use all of the above.
+    std::unique_ptr<WorkerPool<EndedPart>> callers_;  // call `ended`; null: the engine's threads do
+    std::unique_ptr<IoEngine> engine_;
 };
 
 }  // namespace smart_infinity

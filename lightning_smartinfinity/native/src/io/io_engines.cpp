@@ -5,15 +5,33 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/numa.hpp"
 #include "base/system_error.hpp"
+#include "io/device_engines.hpp"
 #include "io/thread_pool_engine.hpp"
 #include "io/uring_engine.hpp"
 
 namespace smart_infinity {
 namespace {
 
+// Returns all files that requests will use, as far as they are known.
+std::vector<StateFile> known_files(const IoOptions& options) {
+    std::vector<StateFile> files = options.files;
+    files.insert(files.end(), options.unregistered.begin(), options.unregistered.end());
+    return files;
+}
+
 std::unique_ptr<IoEngine> make_thread_pool(const IoOptions& options, PageCache page_cache) {
+    const OnNode on_node(node_of(known_files(options)));
     return std::make_unique<ThreadPoolEngine>(options.threads, page_cache);
+}
+
+// Files of a queue, which closes them while the ring exists, are not registered: the kernel would keep them open.
+std::unique_ptr<IoEngine> make_rings(const IoOptions& options) {
+    return std::make_unique<DeviceEngines>(known_files(options), [&options](const std::vector<StateFile>& held) {
+        const OnNode on_node(node_of(held));
+        return make_uring_engine(options.files.empty() ? options.files : held, options.memory);
+    });
 }
 
 std::unique_ptr<IoEngine> make_fastest(const IoOptions& options) {
@@ -22,7 +40,7 @@ std::unique_ptr<IoEngine> make_fastest(const IoOptions& options) {
                                       [](const StateFile& file) { return file.access() == Access::kBuffered; });
     if (buffered) return make_thread_pool(options, PageCache::kRelease);
     try {
-        return make_uring_engine(options.files, options.memory);
+        return make_rings(options);
     } catch (const SystemError&) {  // unavailable in this build or system, or the limit on rings is reached
         return make_thread_pool(options, PageCache::kKeep);
     }
@@ -60,7 +78,7 @@ std::unique_ptr<IoEngine> make_io_engine(const IoOptions& options) {
     if (!options.kind) return make_fastest(options);
     const IoEngineKind kind = *options.kind;
     if (const auto reason = unavailable(kind)) throw SystemError(ENOSYS, std::string(name_of(kind)) + ": " + *reason);
-    if (kind == IoEngineKind::kUring) return make_uring_engine(options.files, options.memory);
+    if (kind == IoEngineKind::kUring) return make_rings(options);
     return make_thread_pool(options, kind == IoEngineKind::kPlain ? PageCache::kRelease : PageCache::kKeep);
 }
 

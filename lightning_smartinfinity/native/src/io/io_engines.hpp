@@ -31,9 +31,10 @@ struct MemoryRange {
 struct IoOptions {
     // The engine to use; none: the fastest available one for these files.
     std::optional<IoEngineKind> kind;
-    std::size_t threads = 4;  // for engines that use threads
-    std::vector<StateFile> files;
+    std::size_t threads = 4;       // for engines that use threads
+    std::vector<StateFile> files;  // registered with engines that benefit from it
     MemoryRange memory;
+    std::vector<StateFile> unregistered = {};  // other files that requests will use
 };
 
 // Throws std::invalid_argument if the number of threads is out of range, SystemError if the requested engine is

@@ -1,11 +1,13 @@
 #include "io/state_file.hpp"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <stdexcept>
 
+#include "base/numa.hpp"
 #include "base/system_error.hpp"
 
 namespace smart_infinity {
@@ -46,6 +48,22 @@ StateFile::StateFile(std::string path, Access access, int descriptor, std::share
 int StateFile::descriptor() const {
     if (!open_) throw std::runtime_error("StateFile: " + path_ + " is closed");
     return open_->descriptor;
+}
+
+std::uint64_t StateFile::device() const {
+    struct stat status{};
+    if (::fstat(descriptor(), &status) != 0) throw SystemError(errno, "StateFile: fstat", path_);
+    return status.st_dev;
+}
+
+std::optional<int> node_of(const std::vector<StateFile>& files) {
+    std::optional<int> node;
+    for (const StateFile& file : files) {
+        const std::optional<int> found = node_of_device(file.device());
+        if (!found || (node && *node != *found)) return std::nullopt;
+        node = found;
+    }
+    return node;
 }
 
 void StateFile::sync() const {

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 namespace smart_infinity {
 
@@ -21,8 +24,9 @@ class StateFile {
     const std::string& path() const { return path_; }
     Access access() const { return access_; }
     IoScheduler* scheduler() const { return scheduler_.get(); }
-    int descriptor() const;  // throws std::runtime_error if closed
-    void sync() const;       // fdatasync
+    int descriptor() const;        // throws std::runtime_error if closed
+    std::uint64_t device() const;  // number of the device that holds its file system
+    void sync() const;             // fdatasync
     void close() { open_.reset(); }
 
  private:
@@ -33,5 +37,8 @@ class StateFile {
     std::shared_ptr<const Open> open_;
     std::shared_ptr<IoScheduler> scheduler_;
 };
+
+// Returns the NUMA node to which the devices of all these files are attached, if there are several nodes.
+std::optional<int> node_of(const std::vector<StateFile>& files);
 
 }  // namespace smart_infinity

@@ -41,6 +41,12 @@ struct Codes {
     std::uint8_t* exponent;
 };
 
+// Running sums of squares, all zero before the first call; see kernels.inl for their order.
+constexpr std::size_t kSquareLanes = 32;
+struct SquareSums {
+    double lanes[kSquareLanes];
+};
+
 constexpr std::size_t kNoParameter = kNumDTypes;  // column of the kernels that write no parameter
 
 // One rule's kernels: [gradient dtype][parameter dtype or kNoParameter].
@@ -56,8 +62,8 @@ struct UpdatesOf : Updates<Steps>... {};
 struct Kernels {
     using Widen = void (*)(const void* values, float* out, std::size_t numel);
     using Narrow = void (*)(const float* values, void* out, std::size_t numel);
-    using SumOfSquares = double (*)(const void* values, std::size_t numel);
-    using Accumulate = double (*)(const void* gradient, void* sum, std::size_t numel, bool adds);
+    using SumOfSquares = double (*)(const void* values, std::size_t numel, SquareSums* sums);
+    using Accumulate = double (*)(const void* gradient, void* sum, std::size_t numel, bool adds, SquareSums* sums);
     using RoundBf16 = void (*)(const float* exp_avg, const float* exp_avg_sq, std::uint16_t* exp_avg_out,
                                std::uint16_t* exp_avg_sq_out, const CellPart& cell);
     using RoundInt8 = void (*)(const float* exp_avg, const float* exp_avg_sq, const Codes& exp_avg_out,
@@ -79,9 +85,11 @@ struct Kernels {
     OfSteps<UpdatesOf> updates;  // an Updates<Step> for each rule
     Widen widen[kNumDTypes];
     Narrow narrow[kNumDTypes];
+    // Continues running sums, and returns their total. A run may be cut into calls anywhere at multiples of
+    // kSquareLanes: the result is that of one call.
     SumOfSquares sum_of_squares[kNumDTypes];
-    // [gradient dtype][sum's dtype]: stores the gradient as the sum, or adds it to the sum; returns the sum of squares
-    // of the new sum.
+    // [gradient dtype][sum's dtype]: stores the gradient as the sum, or adds it to the sum. Does the same as
+    // sum_of_squares with the new sum; without `sums` it squares nothing and returns 0.
     Accumulate accumulate[kNumDTypes][kNumDTypes];
 
     // Kernels of state formats. A block has at most kCellNumel elements.

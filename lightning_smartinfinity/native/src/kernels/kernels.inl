@@ -230,46 +230,40 @@ void narrow(const float* values, void* out, std::size_t numel) {
     for (std::size_t i = 0; i < numel; ++i) result[i] = Type::narrow(in[i]);
 }
 
-// Adds squares to thirty-two running sums, then adds these in a fixed tree: the order depends neither on the register
-// width nor on the number of elements per call. The square of a float is exact in double and the sum cannot overflow,
-// so the result is finite if and only if every element is.
-struct Squares {
-    static constexpr std::size_t kLanes = 32;
-    double sums[kLanes] = {};
-
-    // The number of elements must be a multiple of kLanes in every call but the last.
-    template <class Type>
-    void add(const typename Type::Storage* values, std::size_t numel) {
-        const auto* __restrict in = values;
-        double lanes[kLanes];
-        for (std::size_t lane = 0; lane < kLanes; ++lane) lanes[lane] = sums[lane];
-        std::size_t i = 0;
-        for (; i + kLanes <= numel; i += kLanes) {
-            for (std::size_t lane = 0; lane < kLanes; ++lane) {
-                const double x = Type::widen(in[i + lane]);
-                lanes[lane] = lanes[lane] + x * x;
-            }
-        }
-        for (std::size_t lane = 0; i + lane < numel; ++lane) {
+// Adds squares to running sums. The order depends neither on the register width nor on the number of elements per call.
+// The square of a float is exact in double and the sum cannot overflow, so the result is finite if and only if every
+// element is. The number of elements must be a multiple of kSquareLanes in every call but the last.
+template <class Type>
+void add_squares(const typename Type::Storage* values, std::size_t numel, SquareSums& sums) {
+    const auto* __restrict in = values;
+    double lanes[kSquareLanes];
+    for (std::size_t lane = 0; lane < kSquareLanes; ++lane) lanes[lane] = sums.lanes[lane];
+    std::size_t i = 0;
+    for (; i + kSquareLanes <= numel; i += kSquareLanes) {
+        for (std::size_t lane = 0; lane < kSquareLanes; ++lane) {
             const double x = Type::widen(in[i + lane]);
             lanes[lane] = lanes[lane] + x * x;
         }
-        for (std::size_t lane = 0; lane < kLanes; ++lane) sums[lane] = lanes[lane];
     }
+    for (std::size_t lane = 0; i + lane < numel; ++lane) {
+        const double x = Type::widen(in[i + lane]);
+        lanes[lane] = lanes[lane] + x * x;
+    }
+    for (std::size_t lane = 0; lane < kSquareLanes; ++lane) sums.lanes[lane] = lanes[lane];
+}
 
-    double total() {
-        for (std::size_t half = kLanes / 2; half > 0; half /= 2) {
-            for (std::size_t lane = 0; lane < half; ++lane) sums[lane] = sums[lane] + sums[lane + half];
-        }
-        return sums[0];
+// Adds the running sums in a fixed tree.
+inline double total_of(SquareSums sums) {
+    for (std::size_t half = kSquareLanes / 2; half > 0; half /= 2) {
+        for (std::size_t lane = 0; lane < half; ++lane) sums.lanes[lane] = sums.lanes[lane] + sums.lanes[lane + half];
     }
-};
+    return sums.lanes[0];
+}
 
 template <class Type>
-double sum_of_squares(const void* values, std::size_t numel) {
-    Squares squares;
-    squares.template add<Type>(static_cast<const typename Type::Storage*>(values), numel);
-    return squares.total();
+double sum_of_squares(const void* values, std::size_t numel, SquareSums* sums) {
+    add_squares<Type>(static_cast<const typename Type::Storage*>(values), numel, *sums);
+    return total_of(*sums);
 }
 
 template <class Gradient, class Sum>
@@ -294,11 +288,10 @@ void add_gradient(const typename Gradient::Storage* gradient, typename Sum::Stor
 
 // Makes one pass over memory: each part of the sum is squared while it is in the first-level cache.
 template <class Gradient, class Sum>
-double accumulate(const void* gradient, void* sum, std::size_t numel, bool adds) {
+double accumulate(const void* gradient, void* sum, std::size_t numel, bool adds, SquareSums* sums) {
     constexpr std::size_t kPart = 1024;
     const auto* in = static_cast<const typename Gradient::Storage*>(gradient);
     auto* out = static_cast<typename Sum::Storage*>(sum);
-    Squares squares;
     for (std::size_t begin = 0; begin < numel; begin += kPart) {
         const std::size_t part = numel - begin < kPart ? numel - begin : kPart;
         if (adds) {
@@ -306,9 +299,9 @@ double accumulate(const void* gradient, void* sum, std::size_t numel, bool adds)
         } else {
             write_gradient<Gradient, Sum>(in + begin, out + begin, part);
         }
-        squares.template add<Sum>(out + begin, part);
+        if (sums != nullptr) add_squares<Sum>(out + begin, part, *sums);
     }
-    return squares.total();
+    return sums == nullptr ? 0 : total_of(*sums);
 }
 
 // ---- state formats

@@ -62,7 +62,7 @@ nb::tuple arrays_of(const Segment& segment) {
 
 nb::tuple ready_of(const Batch& batch) {
     nb::list points;
-    for (const auto& point : batch.ready) points.append(std::const_pointer_cast<CudaEvent>(point));
+    for (const auto& point : batch.ready) points.append(std::const_pointer_cast<ReadyPoint>(point));
     return nb::tuple(points);
 }
 
@@ -204,7 +204,7 @@ void bind_whole_batch(nb::module_& m) {
             "__init__",
             [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<UpdateStep> steps,
                std::shared_ptr<const CudaStream> stream, std::shared_ptr<const GradientCodec> codec,
-               float residual_scale, IoClass io_class, std::vector<std::shared_ptr<const CudaEvent>> ready,
+               float residual_scale, IoClass io_class, std::vector<std::shared_ptr<const ReadyPoint>> ready,
                std::uint64_t slot_bytes, bool writes_back) {
                 new (self) Batch{operation,        std::move(tasklets), std::move(steps), std::move(stream),
                                  std::move(codec), residual_scale,      io_class,         std::move(ready),
@@ -212,7 +212,7 @@ void bind_whole_batch(nb::module_& m) {
             },
             "operation"_a, "tasklets"_a, "steps"_a = std::vector<UpdateStep>(), "stream"_a = nb::none(),
             "codec"_a = nb::none(), "residual_scale"_a = 1.0f, "io_class"_a = IoClass::kState,
-            "ready"_a = std::vector<std::shared_ptr<const CudaEvent>>(), "slot_bytes"_a = 0, "writes_back"_a = false)
+            "ready"_a = std::vector<std::shared_ptr<const ReadyPoint>>(), "slot_bytes"_a = 0, "writes_back"_a = false)
         .def_ro("operation", &Batch::operation)
         .def_ro("tasklets", &Batch::tasklets)
         .def_ro("steps", &Batch::steps)
@@ -224,7 +224,7 @@ void bind_whole_batch(nb::module_& m) {
             nb::sig("def codec(self) -> GradientCodec | None"))
         .def_ro("residual_scale", &Batch::residual_scale)
         .def_ro("io_class", &Batch::io_class)
-        .def_prop_ro("ready", &ready_of, nb::sig("def ready(self) -> tuple[CudaEvent, ...]"))
+        .def_prop_ro("ready", &ready_of, nb::sig("def ready(self) -> tuple[ReadyPoint, ...]"))
         .def_ro("slot_bytes", &Batch::slot_bytes)
         .def_ro("writes_back", &Batch::writes_back);
 }

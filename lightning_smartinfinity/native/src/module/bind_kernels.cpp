@@ -28,7 +28,8 @@ std::vector<double> accumulate(const std::vector<Address>& gradients, const std:
     const auto add = kernels().accumulate[static_cast<std::size_t>(gradient_dtype)][static_cast<std::size_t>(dtype)];
     std::vector<double> squares(count);
     for (std::size_t i = 0; i < count; ++i) {
-        squares[i] = add(pointer_to(gradients[i]), reinterpret_cast<void*>(sums[i]), numels[i], adds[i]);
+        SquareSums running{};
+        squares[i] = add(pointer_to(gradients[i]), reinterpret_cast<void*>(sums[i]), numels[i], adds[i], &running);
     }
     return squares;
 }
@@ -49,7 +50,8 @@ void bind_kernels(nb::module_& m) {
     m.def(
         "sum_of_squares",
         [](Address address, std::size_t numel, DType dtype) {
-            return kernels().sum_of_squares[static_cast<std::size_t>(dtype)](pointer_to(address), numel);
+            SquareSums running{};
+            return kernels().sum_of_squares[static_cast<std::size_t>(dtype)](pointer_to(address), numel, &running);
         },
         "address"_a, "numel"_a, "dtype"_a, WithoutGil(),
         "Return the sum in double precision, with the same bits on every instruction set; finite iff every element "

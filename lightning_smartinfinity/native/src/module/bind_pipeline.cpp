@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -41,7 +42,8 @@ void bind_pipeline(nb::module_& m) {
         "batch. Not usable in a forked child.\n\n"
         "io_engine is one of io_engines(), or \"auto\": the fastest that works here for these files.\n\n"
         "The first len(resident_bytes) tasklets are resident: their state stays in host memory. resident_bytes has\n"
-        "the sizes of their extents. Unless resident_through, their state is never on storage.\n\n"
+        "the sizes of their extents. Unless resident_through, their state is never on storage. resident_memory holds\n"
+        "whole extents in this order; if it is empty, the pipeline allocates that memory.\n\n"
         "A card, if given, works the batches, in a ring of its own memory, and I/O runs in threads. More than one\n"
         "compute thread lets the gradient of a tasklet travel while another is updated.\n\n"
         "A request to storage that does not return within timeout_ms is abandoned; None: no limit. A card has its own."
@@ -54,7 +56,8 @@ void bind_pipeline(nb::module_& m) {
             [](PythonPipeline* self, std::vector<StateFile> files, const Identity& identity, std::size_t num_buffers,
                std::size_t buffer_bytes, std::size_t io_threads, std::size_t compute_threads,
                const std::string& io_engine, std::vector<std::size_t> resident_bytes, bool resident_through,
-               std::optional<CardOptions> card, std::optional<std::int64_t> timeout_ms) {
+               std::vector<std::shared_ptr<HostBuffer>> resident_memory, std::optional<CardOptions> card,
+               std::optional<std::int64_t> timeout_ms) {
                 const nb::gil_scoped_release release;  // a card may need the lock to answer
                 PipelineOptions options{std::move(files),
                                         identity,
@@ -63,14 +66,15 @@ void bind_pipeline(nb::module_& m) {
                                         io_threads,
                                         compute_threads,
                                         io_engine_of(io_engine),
-                                        {std::move(resident_bytes), resident_through}};
+                                        {std::move(resident_bytes), resident_through, std::move(resident_memory)}};
                 options.timeout = timeout_of(timeout_ms);
                 if (card) options = with_card(std::move(options), std::move(*card));
                 new (self) PythonPipeline("Pipeline", std::make_shared<Pipeline>(std::move(options)));
             },
             nb::kw_only(), "files"_a, "identity"_a, "num_buffers"_a, "buffer_bytes"_a, "io_threads"_a = 4,
             "compute_threads"_a = 1, "io_engine"_a = "auto", "resident_bytes"_a = std::vector<std::size_t>(),
-            "resident_through"_a = true, "card"_a = nb::none(), "timeout_ms"_a = nb::none())
+            "resident_through"_a = true, "resident_memory"_a = std::vector<std::shared_ptr<HostBuffer>>(),
+            "card"_a = nb::none(), "timeout_ms"_a = nb::none())
         .def_prop_ro(
             "io_engine", [](const PythonPipeline& self) { return name_of(self.get()->io_engine()); },
             "The engine in use: one of io_engines().")

@@ -5,11 +5,13 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
+#include <future>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -21,6 +23,7 @@
 #include <vector>
 
 #include "base/ending.hpp"
+#include "base/numa.hpp"
 #include "checksum/crc32c.hpp"
 #include "gradient/compression.hpp"
 #include "gradient/gradient_codec.hpp"
@@ -173,6 +176,19 @@ void bind_throttle(nb::module_& m) {
             "Total speed of all files; 0: unlimited.");
 }
 
+// Reads an extent, and returns the name of the thread that compared its checksums.
+std::string checking_thread(const PythonTensorStore& store, const std::shared_ptr<TensorExtent>& extent,
+                            Address address) {
+    std::promise<std::string> name;
+    store.get()->read(extent, reinterpret_cast<std::byte*>(address), extent->bytes(), IoClass::kAwaited, nullptr,
+                      [&name](const std::optional<Failure>&) {
+                          char text[16] = {};
+                          pthread_getname_np(pthread_self(), text, sizeof text);
+                          name.set_value(text);
+                      });
+    return name.get_future().get();
+}
+
 EndingClock::Clock::time_point moment(double seconds) {
     return EndingClock::Clock::time_point(
         std::chrono::duration_cast<EndingClock::Clock::duration>(std::chrono::duration<double>(seconds)));
@@ -279,8 +295,14 @@ void bind_parts(nb::module_& m) {
     m.def(
         "leave_out_crc32c", [](bool left_out) { crc32c_left_out().store(left_out); }, "left_out"_a,
         "Make every CRC-32C of this process 0, both in writing and in comparing, or compute them again.");
+    m.def(
+        "use_system_folder",
+        [](std::optional<std::string> path) { system_folder() = std::move(path).value_or("/sys"); }, "path"_a.none(),
+        "Read NUMA nodes from this folder instead of /sys from now on; None: from /sys.");
     m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
           "Return the CRC-32C of two consecutive pieces of memory from that of each; nbytes is the second's size.");
+    m.def("checking_thread", &checking_thread, "store"_a, "extent"_a, "address"_a, WithoutGil(),
+          "Read an extent to this address, and return the name of the thread that compared its checksums.");
     m.def("encode_gradient", &encode, "codec"_a, "tasklet"_a, nb::kw_only(), "residual_scale"_a = 1.0f, WithoutGil(),
           "Compress a tasklet's gradient into its payload now, as UPDATE does for a batch with this codec.\n\n"
           "Returns:\n    Bytes of the payload.\n\n"

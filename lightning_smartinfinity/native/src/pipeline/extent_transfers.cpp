@@ -25,16 +25,20 @@ ExtentTransfers::ExtentTransfers(const PipelineOptions& options, const MemoryRan
       busy_(options.files.size()),
       engine_(make_engine(ring)) {
     counters_.files.resize(options.files.size());
-    // Otherwise the reads and writes of a large ring would wait for each other at the scheduler.
     for (const StateFile& file : options_.files) {
-        if (file.scheduler() != nullptr) file.scheduler()->widen(ring_bytes());
+        if (file.scheduler() != nullptr) schedulers_.insert(file.scheduler());
     }
+    // Otherwise the reads and writes of a large ring would wait for each other at the scheduler.
+    for (IoScheduler* const scheduler : schedulers_) scheduler->widen(ring_bytes_of_device());
 }
 
 ExtentTransfers::~ExtentTransfers() {
-    for (const StateFile& file : options_.files) {
-        if (file.scheduler() != nullptr) file.scheduler()->narrow(ring_bytes());
-    }
+    for (IoScheduler* const scheduler : schedulers_) scheduler->narrow(ring_bytes_of_device());
+}
+
+std::size_t ExtentTransfers::ring_bytes_of_device() const {
+    const std::size_t num_devices = schedulers_.size();
+    return (options_.num_buffers + num_devices - 1) / num_devices * options_.buffer_bytes;
 }
 
 std::unique_ptr<IoEngine> ExtentTransfers::make_engine(const MemoryRange& ring) {

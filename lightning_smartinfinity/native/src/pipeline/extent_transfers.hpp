@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -63,7 +64,7 @@ class ExtentTransfers final : private CompletionHandler {
     };
 
     std::unique_ptr<IoEngine> make_engine(const MemoryRange& ring);
-    std::size_t ring_bytes() const { return options_.num_buffers * options_.buffer_bytes; }
+    std::size_t ring_bytes_of_device() const;  // its share of the ring
     const StateFile& file_of(const Tasklet& tasklet, Direction direction) const;
     void submit(const Transfer& transfer);
     void completed(const IoRequest& request, const IoResult& result) override;
@@ -78,6 +79,7 @@ class ExtentTransfers final : private CompletionHandler {
     std::vector<Transfer> transfers_;      // by buffer and part
     std::vector<InProgress> in_progress_;  // by buffer
     std::vector<BusyTime> busy_;           // by file
+    std::set<IoScheduler*> schedulers_;    // of the files
     DeadlineEngine* deadlines_ = nullptr;  // points to engine_ if there is a timeout
     std::unique_ptr<IoEngine> engine_;     // last member: its destructor waits for threads that use the others
 };

@@ -5,7 +5,9 @@
 #include <utility>
 
 #include "base/abandoned_call.hpp"
+#include "base/numa.hpp"
 #include "base/stopwatch.hpp"
+#include "extent/ready_point.hpp"
 #include "gradient/compression.hpp"
 #include "gradient/validate_batch.hpp"
 #include "pipeline/host_updater.hpp"
@@ -48,7 +50,12 @@ Pipeline::Pipeline(PipelineOptions options)
                  [this](std::size_t buffer, Direction direction, std::optional<Failure> failure) {
                      transferred(buffer, direction, std::move(failure));
                  }),
-      compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
+      compute_pool_(start_computing()) {}
+
+WorkerPool<Action> Pipeline::start_computing() {
+    const OnNode on_node(node_of(options_.files));
+    return WorkerPool<Action>("smart-inf-cpu", options_.compute_threads,
+                              [this](const Action& action) { compute_item(action); });
 }
 
 // Abandoned calls still use the ring, the resident tasklets and the files, in threads that cannot be joined.

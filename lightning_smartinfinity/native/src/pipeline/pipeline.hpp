@@ -89,6 +89,7 @@ class Pipeline final {
         std::shared_ptr<std::byte> gradient;  // address to which it is read, if it is
     };
 
+    WorkerPool<Action> start_computing();
     void validate(const Batch& batch) const;
     void compute_item(const Action& action);
     void copy_item(const Action& action);

@@ -5,17 +5,30 @@
 
 namespace smart_infinity {
 
-ResidentTasklets::ResidentTasklets(const ResidentOptions& options) : writes_through_(options.writes_through) {
-    std::size_t total = 0;
+ResidentTasklets::ResidentTasklets(const ResidentOptions& options)
+    : writes_through_(options.writes_through), memory_(options.memory) {
     for (const std::size_t bytes : options.extent_bytes) {
         if (bytes == 0 || bytes % kBlockBytes != 0 || bytes > std::size_t{1} << 40) {
             throw std::invalid_argument("Pipeline: a resident extent of " + std::to_string(bytes) +
                                         " bytes is not a multiple of " + std::to_string(kBlockBytes));
         }
-        places_.push_back({total, bytes, std::nullopt});
-        total += bytes;
+        bytes_ += bytes;
     }
-    if (total > 0) memory_ = std::make_unique<HostBuffer>(total);
+    if (memory_.empty() && bytes_ > 0) memory_.push_back(std::make_shared<HostBuffer>(bytes_));
+    auto piece = memory_.begin();
+    std::size_t offset = 0;
+    for (const std::size_t bytes : options.extent_bytes) {
+        if (piece != memory_.end() && offset + bytes > (*piece)->bytes()) {
+            ++piece;
+            offset = 0;
+        }
+        if (piece == memory_.end() || bytes > (*piece)->bytes()) {
+            throw std::invalid_argument("Pipeline: no room for a resident extent of " + std::to_string(bytes) +
+                                        " bytes");
+        }
+        places_.push_back({(*piece)->data() + offset, bytes, std::nullopt});
+        offset += bytes;
+    }
 }
 
 Residence ResidentTasklets::find(const Tasklet& tasklet, Operation operation) const {

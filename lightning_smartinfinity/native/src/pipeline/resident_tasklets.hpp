@@ -14,6 +14,8 @@ namespace smart_infinity {
 struct ResidentOptions {
     std::vector<std::size_t> extent_bytes;  // by tasklet: the first ones, which are resident
     bool writes_through = true;             // otherwise resident state is never written to storage
+    // Memory that whole extents fill in this order; if there is none, the pipeline allocates its own.
+    std::vector<std::shared_ptr<HostBuffer>> memory = {};
 };
 
 // Where a tasklet of a batch is processed, and the source of its state.
@@ -30,17 +32,18 @@ enum class Residence {
 // since no batch reads its generation. This class takes no lock.
 class ResidentTasklets {
  public:
-    // Throws SystemError if memory is unavailable, std::invalid_argument for a size that no extent has.
+    // Throws SystemError if memory is unavailable, std::invalid_argument for a size that no extent has, or for memory
+    // without room for all extents.
     explicit ResidentTasklets(const ResidentOptions& options);
 
     std::size_t count() const { return places_.size(); }
-    std::size_t bytes() const { return memory_ ? memory_->bytes() : 0; }
+    std::size_t bytes() const { return bytes_; }
     bool writes_through() const { return writes_through_; }
 
     bool include(const Tasklet& tasklet) const { return tasklet.index < places_.size(); }
     // Returns whether the tasklet's extent is as large as its place.
     bool fit(const Tasklet& tasklet) const { return places_[tasklet.index].bytes == tasklet.extent_bytes; }
-    std::byte* place(const Tasklet& tasklet) const { return memory_->data() + places_[tasklet.index].offset; }
+    std::byte* place(const Tasklet& tasklet) const { return places_[tasklet.index].data; }
 
     Residence find(const Tasklet& tasklet, Operation operation) const;
 
@@ -51,14 +54,15 @@ class ResidentTasklets {
 
  private:
     struct Place {
-        std::size_t offset;
+        std::byte* data;
         std::size_t bytes;
         std::optional<std::uint64_t> generation;
     };
 
     std::vector<Place> places_;
     bool writes_through_;
-    std::unique_ptr<HostBuffer> memory_;  // null if there are no places
+    std::vector<std::shared_ptr<HostBuffer>> memory_;
+    std::size_t bytes_ = 0;  // of all places
 };
 
 }  // namespace smart_infinity

@@ -28,7 +28,8 @@ std::uint64_t whole_blocks(std::uint64_t bytes) {
 TensorStore::TensorStore(const std::vector<StateFile>& files, std::size_t io_threads,
                          std::optional<IoEngineKind> io_engine, std::uint64_t step_bytes,
                          std::optional<FileQueue::Deadline> deadline, TensorExtent::Checks checks)
-    : checks_(checks), queue_(io_threads, io_engine, {}, std::move(deadline)) {
+    : checks_(checks),
+      queue_(io_threads, io_engine, {}, std::move(deadline), checks == TensorExtent::Checks::kChecksums, files) {
     if (files.empty()) throw std::invalid_argument("TensorStore: there are no files");
     for (const StateFile& file : files) files_.push_back(std::make_shared<TensorFile>(file, step_bytes));
 }

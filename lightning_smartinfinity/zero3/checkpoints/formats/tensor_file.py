@@ -63,6 +63,7 @@ _ENTRY_MAGIC = b"PK\x01\x02"
 _CRC_IN_ENTRY = 16
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
 _HAS_DESCRIPTOR = 0x08
+_IS_FOLDER = 0x10  # of a record's external attributes
 
 
 def room_for(numel: int) -> torch.Tensor:
@@ -287,7 +288,7 @@ def _save_without_data(state: object, path: Path) -> None:
 def check_records(
     path: Path, *, tensors: bool, but: Collection[str] = (), remedy: str = "Use another checkpoint."
 ) -> None:
-    """Verify the CRC-32s in a file of ``torch.save``.
+    """Verify the CRC-32s in a file of ``torch.save``, and that torch reads all of its records.
 
     Args:
         path: Path of the file.
@@ -305,6 +306,8 @@ def check_records(
             raise zipfile.BadZipFile("it is empty")
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
+                if info.external_attr & _IS_FOLDER and info.file_size:  # zipfile would read it
+                    raise zipfile.BadZipFile(f"{info.filename} is marked as a folder, of which torch reads nothing")
                 if info.filename not in but and (tensors or _RECORD_FOLDER not in info.filename):
                     with doing_now("Reading", path):
                         _read_through(archive, info)
