@@ -72,6 +72,11 @@ class TrainingSession(ABC):
             require_xclbin_named(settings.smartssd)
         if settings.update_device == "host" and settings.smartssd is not None:
             warnings.warn("smartssd=... is ignored with update_device='host'.", stacklevel=3)
+        ignored = settings.transfer.ignored
+        if ignored:
+            warnings.warn(
+                f"TransferConfig({', '.join(ignored)}) is ignored without durability='interval'.", stacklevel=3
+            )
         self._settings = self._asked = settings
         self._planned: Planned | None = None
         self._planned_for: weakref.ref[torch.nn.Module] | None = None

@@ -111,19 +111,20 @@ class TransferConfig:
             ``zero`` sets their place. ``"auto"``: DeepSpeed's limits, as set in ``zero``. Results do not depend on it.
         accumulate_in: Dtype in which gradients of several micro-batches are added: ``"fp32"``, or ``"parameters"`` for
             the parameters' dtype. In 16 bit, gradients use half of the memory and are rounded after each addition.
-        durability: How much of a training a kill may lose. ``"interval"``: state in host memory is written to storage
-            only every ``persist_every``; the generation written then stays whole on storage until the next one is, and
-            an interrupted training resumes from it. State on storage has a third place for that. Where no state is in
-            host memory, storage has no room for third places, or SmartSSDs update, it acts as ``"step"``. ``"step"``
-            (all state is written in every step: a kill loses at most one step, and a failed step is rolled back),
-            ``"power"`` (also after a power loss: every step flushes the device) or ``"none"`` (one place for each
-            tasklet, and state in host memory is never written: training resumes from checkpoints only).
+        durability: How much of a training a kill may lose. ``"step"`` (all state is written in every step: a kill loses
+            at most one step, and a failed step is rolled back), ``"power"`` (also after a power loss: every step
+            flushes the device), ``"interval"`` or ``"none"`` (one place for each tasklet, and state in host memory is
+            never written: training resumes from checkpoints only). With ``"interval"``, state in host memory is written
+            to storage only every ``persist_every``; the generation written then stays whole on storage until the next
+            one is, and an interrupted training resumes from it. State on storage has a third place for that. Where no
+            state is in host memory, storage has no room for third places, or SmartSSDs update, it acts as ``"step"``,
+            with a warning.
         persist_every: With ``durability="interval"``, how often state in host memory is written to storage: a number of
             optimizer steps, or a time such as ``"10min"`` or ``"90s"``. Either is extended so that writing takes at
             most a twentieth of the training's time.
-        flush_timeout: Seconds that writing state in host memory to storage may take when a training is interrupted, by
-            an error, Ctrl-C or SIGTERM. State that needs longer is not written, and the training resumes from the
-            generation before.
+        flush_timeout: With ``durability="interval"``, seconds that writing state in host memory to storage may take
+            when a training is interrupted, by an error, Ctrl-C or SIGTERM. State that needs longer is not written, and
+            the training resumes from the generation before.
         direct_io: ``"on"`` (O_DIRECT or an error), ``"off"`` (through the page cache) or ``"auto"`` (O_DIRECT if the
             file system supports it, otherwise a warning).
         io_timeout: Seconds after which an unanswered read or write is abandoned with a StorageTimeoutError: above 0,
@@ -153,7 +154,7 @@ class TransferConfig:
     gradient_bytes: int | str = "auto"
     parameter_bytes: int | str = "auto"
     accumulate_in: str = "fp32"
-    durability: str = "interval"
+    durability: str = "step"
     persist_every: int | str = "10min"
     flush_timeout: float = 20.0
     direct_io: str = "auto"
@@ -217,6 +218,13 @@ class TransferConfig:
         if self.durability != "interval":
             return None
         return self.persist_every if isinstance(self.persist_every, int) else in_seconds(self.persist_every)
+
+    @property
+    def ignored(self) -> list[str]:
+        """The settings of ``durability="interval"`` that another durability ignores, as they were given."""
+        names = () if self.durability == "interval" else ("persist_every", "flush_timeout")
+        given = {name: getattr(self, name) for name in names}
+        return [f"{name}={value!r}" for name, value in given.items() if value != getattr(TransferConfig, name)]
 
     @property
     def manifest_durability(self) -> str:

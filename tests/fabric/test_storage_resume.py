@@ -18,7 +18,7 @@ from lightning_smartinfinity.storage import find_resumable, recover_store
 from tests.fabric.storage_worker import FabricRun, launch
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.attacks import Attack
-from tests.helpers.streamed_state import DEFAULTS
+from tests.helpers.streamed_state import WRITTEN_BACK
 from tests.training.storage_worker import end_of, steps_of
 from tests.training.test_loop_exceptions import stores
 
@@ -110,7 +110,7 @@ def test_state_in_memory_is_written_at_an_end(overlap: str, tmp_path: Path) -> N
     """An error loses no step, and SIGTERM between a step and its record ends the loop after that record."""
     straight, broken = (str(tmp_path / name) for name in ("straight", "broken"))
     assert launch(FabricRun(straight))[0] == 0
-    settings: dict[str, Any] = {"options": {"overlap": overlap, "transfer": DEFAULTS}}
+    settings: dict[str, Any] = {"options": {"overlap": overlap, "transfer": WRITTEN_BACK}}
     code, output = launch(FabricRun(broken, fail_step=3, **settings))
     assert code == 1 and "its state stays in" in output
     code, output = launch(FabricRun(broken, term_step=5, resume=True, **settings))
@@ -123,7 +123,7 @@ def test_state_in_memory_is_written_at_an_end(overlap: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("records", [False, True])
 def test_an_error_within_a_speculative_update(records: bool, tmp_path: Path) -> None:
     """The incomplete step is rolled back, and the state before it is written: with its record, or if it is to stay."""
-    settings = {"overlap": "backward", "transfer": {**DEFAULTS, "keep": "on-failure" if records else True}}
+    settings = {"overlap": "backward", "transfer": {**WRITTEN_BACK, "keep": "on-failure" if records else True}}
     fabric: Any = quiet_fabric(tmp_path / "storage", options=settings)
     module = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 3))
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))

@@ -25,7 +25,7 @@ from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import environments_of
 from tests.helpers.runif import RunIf
-from tests.helpers.streamed_state import DEFAULTS
+from tests.helpers.streamed_state import WRITTEN_BACK
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.huggingface.interrupted import MODULE, HuggingRun, Left, launch, train_interrupted
 from tests.huggingface.test_second_models import CASES, trainer_of
@@ -93,7 +93,7 @@ def test_a_kill(step: int, method: str, straight: Left, model_folder: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "transfer"), [("interrupt", KeyboardInterrupt, {}), ("term", SystemExit, DEFAULTS)]
+    ("how", "error", "transfer"), [("interrupt", KeyboardInterrupt, {}), ("term", SystemExit, WRITTEN_BACK)]
 )
 def test_ctrl_c(
     how: str,

@@ -433,9 +433,12 @@ def test_memory_that_is_left_keeps_state() -> None:
         found = written_bytes(SEVEN, replace(often, **changed), step_seconds=12.0)
         assert found == pytest.approx(share * slow.written_bytes, rel=0.01)
     # Without room for a third place of the other state, it is written in every step.
-    places = owners(cache_bytes=20 * GB, save_top_k=0)
+    asked = replace(ASKED, interval=600.0)
+    places = owners(cache_bytes=20 * GB, save_top_k=0, interval=600.0)
     small = replace(DESKTOP, host_memory=90 * GB, gpu_memory=80 * GB, disk=sum(places.values()) - 40 * GB)
-    assert choose(SEVEN, ASKED, small, RATES, Open()).training.interval is None
+    large = replace(small, disk=2 * small.disk)
+    found = [choose(SEVEN, asked, one, RATES, Open()).training.interval for one in (small, large)]
+    assert found == [None, 600.0]
 
 
 def test_without_passes_the_roomiest_that_fits_is_taken() -> None:

@@ -33,7 +33,7 @@ from lightning_smartinfinity.zero3.setup.reopening import newest_common
 from tests.export.models import LitModel, exported, files_of
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.ranks import on_ranks
-from tests.helpers.streamed_state import DEFAULTS
+from tests.helpers.streamed_state import WRITTEN_BACK
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.actions import does, read_state
 
@@ -72,7 +72,7 @@ def test_readers_see_the_state_in_memory(
 ) -> None:
     """Parameters, validations, exports and checkpoints have the newest state; commands read the state on storage."""
     plain = readings(tmp_path / "plain", overlap=overlap, transfer={})
-    held = readings(tmp_path / "held", overlap=overlap, transfer={**DEFAULTS, "persist_every": every})
+    held = readings(tmp_path / "held", overlap=overlap, transfer={**WRITTEN_BACK, "persist_every": every})
     assert held == plain and len(plain) == 5
     main(["jobs", str(tmp_path / "held/left"), "--verify"])
     told = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_how_an_interrupted_training_ends(
         tmp_path,
         max_steps=6,
         overlap="forward",
-        transfer={**DEFAULTS, **transfer},
+        transfer={**WRITTEN_BACK, **transfer},
         callbacks=[does(on_train_batch_start=end)],
     )
     with warnings.catch_warnings(record=True) as warned:
@@ -148,7 +148,7 @@ def test_a_write_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
             tmp_path,
             max_steps=7,
             overlap="none",
-            transfer={**DEFAULTS, "persist_every": 1},
+            transfer={**WRITTEN_BACK, "persist_every": 1},
             callbacks=[
                 does(
                     on_train_batch_end=look,
@@ -201,7 +201,7 @@ def steps_stored(root: Path) -> list[int | None]:
             devices=2,
             max_steps=6,
             overlap="forward",
-            transfer={**DEFAULTS, "persist_every": 2},
+            transfer={**WRITTEN_BACK, "persist_every": 2},
             callbacks=[does(on_train_batch_start=look)],
         )
     return stored
@@ -234,7 +234,7 @@ def test_records_that_end(tmp_path: Path) -> None:
         tmp_path,
         max_steps=9,
         overlap="none",
-        transfer={**DEFAULTS, "persist_every": 2},
+        transfer={**WRITTEN_BACK, "persist_every": 2},
         callbacks=[Held()],
         num_sanity_val_steps=0,
     )
@@ -303,7 +303,7 @@ def test_storage_without_room_for_a_third_place(tmp_path: Path) -> None:
                 LitTiny(Recipe()),
                 tmp_path,
                 overlap="none",
-                transfer=DEFAULTS,
+                transfer=WRITTEN_BACK,
                 callbacks=[does(on_train_batch_start=look)],
             ).strategy.close()  # type: ignore[attr-defined]
 
@@ -312,3 +312,9 @@ def test_storage_without_room_for_a_third_place(tmp_path: Path) -> None:
     assert stored == [(True, False, step) for step in range(3)]
     with pytest.raises(StorageError, match="The disk is broken"):
         fit_with(StorageError("The disk is broken.", "Mend it."))
+
+
+def test_no_state_in_memory(tmp_path: Path) -> None:
+    """Then all state is written in every step, and a warning says so."""
+    with pytest.warns(UserWarning, match="works as 'step'.*: no state is in host memory"):
+        fit(LitTiny(Recipe()), tmp_path, transfer={"durability": "interval"})

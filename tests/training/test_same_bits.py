@@ -23,7 +23,7 @@ from lightning_smartinfinity.pipeline import handler
 from tests.helpers.assertions import assert_equal
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
-from tests.helpers.streamed_state import DEFAULTS
+from tests.helpers.streamed_state import DEFAULTS, WRITTEN_BACK
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.unnamed import unnamed_files
 from tests.pipeline.wandering import Wandering
@@ -140,18 +140,19 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("nvme", {"overlap": "backward", "zero": nvme(), "transfer": {"durability": "none", "direct_io": "off"}}),
     ("16-mixed", {"overlap": "forward", "zero": nvme()}),
     ("16-mixed", {"overlap": "backward"}),
-    ("bf16-mixed", {"overlap": "forward", "transfer": {**DEFAULTS, "persist_every": 1}}),
+    ("bf16-mixed", {"overlap": "forward", "transfer": DEFAULTS}),
+    ("bf16-mixed", {"overlap": "forward", "transfer": {**WRITTEN_BACK, "persist_every": 1}}),
     (
         "32-true",
         {
             "overlap": "backward",
             "folders": 2,
-            "transfer": {**DEFAULTS, **CACHE, "persist_every": 2},
+            "transfer": {**WRITTEN_BACK, **CACHE, "persist_every": 2},
             "save_at": (2,),
-            "then": {"transfer": DEFAULTS},
+            "then": {"transfer": WRITTEN_BACK},
         },
     ),
-    ("all budgets", {"overlap": "auto", "transfer": {**DEFAULTS, "gradient_bytes": 200_000, "persist_every": 2}}),
+    ("all budgets", {"overlap": "auto", "transfer": {**WRITTEN_BACK, "gradient_bytes": 200_000, "persist_every": 2}}),
     (
         "all budgets",
         {

@@ -21,7 +21,7 @@ from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.offloaded import EVERYTHING
 from tests.helpers.runif import RunIf
-from tests.helpers.streamed_state import DEFAULTS
+from tests.helpers.streamed_state import WRITTEN_BACK
 from tests.stock.systems import Hook
 from tests.storage.makers import create
 from tests.training.storage_worker import StorageRun, end_of, fit, launch, steps_of
@@ -82,7 +82,7 @@ def assert_resumes(folder: Path, straight: Path, **settings: Any) -> None:
         pytest.param("interrupt at batch start", 7, {"transfer": {"durability": "power"}}, marks=pytest.mark.long),
         # Its tasklets are smaller than those that the resuming fit would cut, as those of an earlier version.
         ("term at batch end", 3, {"trainer": {"accumulate_grad_batches": 2}, **WIDE, "granule": 1024}),
-        ("kill at batch start", 5, {"transfer": {**DEFAULTS, "persist_every": 2}, "options": COMPRESSION}),
+        ("kill at batch start", 5, {"transfer": {**WRITTEN_BACK, "persist_every": 2}, "options": COMPRESSION}),
         ("interrupt at backward", 4, {"devices": 2, "options": {"overlap": "none", "activations": EVERYTHING}}),
         pytest.param(
             "kill at batch start", 5, {"devices": 2, "options": {"overlap": "forward"}}, marks=pytest.mark.long
@@ -148,7 +148,7 @@ def test_no_end_loses_a_step(
     how: str, step: int, overlap: str, transfer: dict[str, Any], straight_with_validations: Path, tmp_path: Path
 ) -> None:
     """State in memory is written at an end between any two steps, or between a step and its record, and at a save."""
-    settings = {**AT_INTERVALS, "options": {"overlap": overlap}, "transfer": {**DEFAULTS, **transfer}}
+    settings = {**AT_INTERVALS, "options": {"overlap": overlap}, "transfer": {**WRITTEN_BACK, **transfer}}
     saves = {"checkpoints": [{"every_n_train_steps": 4, "save_top_k": -1}]} if how.startswith("kill") else {}
     _, output = run(tmp_path, kill_at=how, kill_step=step, **settings, **saves)
     assert "could not be written" not in output, output[-4000:]
@@ -163,7 +163,7 @@ def test_ctrl_c_on_two_ranks(tmp_path: Path) -> None:
     """With state in memory, all ranks end after the same batch, and lose nothing."""
     settings = {**AT_INTERVALS, "devices": 2, "options": {"overlap": "none"}}
     run(tmp_path / "straight", **settings, ends=0)
-    settings["transfer"] = DEFAULTS
+    settings["transfer"] = WRITTEN_BACK
     _, output = run(tmp_path / "broken", kill_at="ctrl-c at update", kill_step=5, **settings)
     assert "could not be written" not in output and output.count("its state stays in") == 1, output[-4000:]
     assert_resumes(tmp_path / "broken", tmp_path / "straight", **settings)
@@ -180,7 +180,7 @@ def test_an_error_on_one_of_two_ranks(how: str, step: int, lost: int, tmp_path: 
     """Each rank writes on its own. If they end at different moments, they resume from what all wrote before."""
     settings = {**AT_INTERVALS, "devices": 2, "options": {"overlap": "forward", "watchdog_timeout": 5}}
     run(tmp_path / "straight", **settings, ends=0)
-    settings["transfer"] = {**DEFAULTS, "persist_every": 2}
+    settings["transfer"] = {**WRITTEN_BACK, "persist_every": 2}
     run(tmp_path / "broken", kill_at=how, kill_step=step, kill_rank=1, **settings)
     assert_resumes(tmp_path / "broken", tmp_path / "straight", **settings)
     lines = (tmp_path / "broken" / "steps-0.txt").read_text().splitlines()
@@ -219,10 +219,13 @@ def test_an_error_after_the_fit(when: str, straight: Path, tmp_path: Path) -> No
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 WHERE: dict[str, dict[str, Any]] = {
     "parameters on storage": {"options": {"zero": NVME}},
-    "parameters on storage, at an interval": {"options": {"zero": NVME}, "transfer": {**DEFAULTS, "persist_every": 3}},
+    "parameters on storage, at an interval": {
+        "options": {"zero": NVME},
+        "transfer": {**WRITTEN_BACK, "persist_every": 3},
+    },
     "DRAM tier": {"transfer": {"dram_cache_bytes": 100_000}},
-    "written at an interval": {"transfer": {**DEFAULTS, "persist_every": 3}},
-    "some written at an interval": {"transfer": {**DEFAULTS, "persist_every": 2, "dram_cache_bytes": 100_000}},
+    "written at an interval": {"transfer": {**WRITTEN_BACK, "persist_every": 3}},
+    "some written at an interval": {"transfer": {**WRITTEN_BACK, "persist_every": 2, "dram_cache_bytes": 100_000}},
     "compressed gradients": {"options": COMPRESSION},
     "cards": {"cards": True, "folders": 2},
     "compressed gradients on cards": {"cards": True, "folders": 2, "options": COMPRESSION},
@@ -406,12 +409,12 @@ CASES: dict[str, dict[str, Any]] = {
     "DRAM tier": {"options": {"overlap": "forward"}, "transfer": {"dram_cache_bytes": 100_000, "durability": "power"}},
     "written at intervals": {
         "options": {"overlap": "forward"},
-        "transfer": {**DEFAULTS, "persist_every": 3, "dram_cache_bytes": 100_000},
+        "transfer": {**WRITTEN_BACK, "persist_every": 3, "dram_cache_bytes": 100_000},
         "folders": 2,
     },
     "two processes, written at intervals": {
         "options": {"overlap": "none", "state_format": "int8"},
-        "transfer": {**DEFAULTS, "persist_every": 2},
+        "transfer": {**WRITTEN_BACK, "persist_every": 2},
         "devices": 2,
     },
     "loss scale": {

@@ -51,7 +51,10 @@ def begin_write_back(handler: TransferHandler, transfer: TransferConfig, group: 
     Raises:
         StorageError: A state file cannot be extended, for a reason other than a full disk; raised on every rank.
     """
-    if transfer.interval is None or not any(gather(handler.num_resident, group)):
+    if transfer.interval is None:
+        return
+    if not any(gather(handler.num_resident, group)):
+        _warn_of_steps("no state is in host memory (dram_cache_bytes)", group)
         return
     problem = ""
     with raising_together(group):
@@ -64,11 +67,14 @@ def begin_write_back(handler: TransferHandler, transfer: TransferConfig, group: 
         return
     if handler.writes_back:
         handler.write_through()
-    if dist.get_rank() == 0:
+    _warn_of_steps(f"storage has no room for a third place of state. {problems[0]} Free space there", group)
+
+
+def _warn_of_steps(reason: str, group: ProcessGroup | None) -> None:
+    if dist.get_rank(group) == 0:
         warnings.warn(
-            "durability='interval' works as 'step', which writes all optimizer state in every step: storage has no "
-            f"room for a third place of state. {problems[0]} Free space there.",
-            stacklevel=2,
+            f"durability='interval' works as 'step', which writes all optimizer state in every step: {reason}.",
+            stacklevel=3,
         )
 
 
