@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointIndex, model_checkpoints
 from lightning_smartinfinity.settings.strategy import check_save_path
+from lightning_smartinfinity.storage.io.files import bounded
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
@@ -144,7 +145,11 @@ class _Beside:
     def exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
         """Return whether a path will exist after all saves; ModelCheckpoint chooses file names by it. Collective."""
         will_exist = self._saves.will_exist(filepath)
-        return type(callback).file_exists(callback, filepath, trainer) if will_exist is None else will_exist
+        if will_exist is not None:
+            return will_exist
+        limited = SimpleNamespace(exists=bounded("Looking at")(callback._fs.exists))
+        with replaced(callback, "_fs", limited):
+            return type(callback).file_exists(callback, filepath, trainer)
 
     def link(self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
         """Link ``last.ckpt`` to a checkpoint after it is complete, on one rank per file system."""
