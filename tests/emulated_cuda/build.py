@@ -43,7 +43,7 @@ def environment(library: Path, *, seed: int = 1, delay_us: int = 1500) -> dict[s
 
 
 def run_on_device(*arguments: object, limit: float = PROCESS_LIMIT, **delays: int) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter that has the device with these arguments, for so many seconds at most."""
+    """Run Python with the emulated device and these arguments, with a limit in seconds."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,

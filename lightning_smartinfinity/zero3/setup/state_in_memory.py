@@ -30,7 +30,7 @@ __all__ = ["claim_cache", "with_cache"]
 _log = logging.getLogger(__name__)
 
 _FP32_BYTES = 4
-_PIECES = 32  # in about so many pieces memory is allocated, each after a look at what is still free
+_PIECES = 32  # memory is allocated in about 32 pieces; free memory is measured again after each
 _LEAST_PIECE = 64 << 20
 
 

@@ -37,7 +37,7 @@ struct TravellingGradient {
 // the pieces to the sum, and square the sum in the order of sum_of_squares(): the number of threads and the size of the
 // slots change no bit.
 //
-// Whoever frees a slot fills it with the next pieces, so nobody waits for a slot.
+// The thread that empties a slot starts the copies of the next pieces into it, so push() never waits for a slot.
 class GradientRing {
  public:
     struct Options {
