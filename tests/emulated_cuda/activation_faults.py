@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -25,7 +27,7 @@ from tests.activations import chains
 from tests.activations.chains import BLOCK
 from tests.activations.models import drop_memory, everything, opened
 from tests.helpers.native_testing import Hold
-from tests.helpers.waiting import await_that
+from tests.helpers.waiting import await_that, join
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 
 ENTRIES = 8
@@ -91,8 +93,29 @@ def whole(offloaded: OffloadedActivations) -> bool:
     return offloaded.held_bytes == 0
 
 
+@contextmanager
+def stopped_until_awaited(driver: FakeCuda, stream: int) -> Iterator[None]:
+    """Stop a stream until the host waits for an event, so that it has to wait, however slow it is."""
+    driver.clear()
+    gate, over = driver.gate(stream), threading.Event()
+
+    def release() -> None:
+        try:
+            await_that(lambda: over.is_set() or "cuEventSynchronize" in driver.calls())
+        finally:
+            driver.open(gate)
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        join(thread)
+
+
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_fails(tmp_path: Path, driver: FakeCuda, call: str) -> None:
+def test_a_call_that_fails(tmp_path: Path, driver: FakeCuda, streams: tuple[int, int], call: str) -> None:
     """Whichever call it is, nothing is lost: a retained graph is run again, and later steps are right.
 
     The failure is told once, and nothing more is offloaded.
@@ -101,8 +124,8 @@ def test_a_call_that_fails(tmp_path: Path, driver: FakeCuda, call: str) -> None:
     while True:
         with opened(tmp_path, TIGHT) as offloaded, warnings.catch_warnings(record=True, action="always") as told:
             driver.fail(call, skipped=skipped)
-            torch.cuda._sleep(10**8)  # so that copies are late, and the host has to wait
-            x, loss = saved(offloaded)
+            with stopped_until_awaited(driver, streams[0]):
+                x, loss = saved(offloaded)
             try:
                 found = gradient(x, loss, retain=True)
             except CudaError as error:
