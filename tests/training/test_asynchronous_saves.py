@@ -26,9 +26,12 @@ from lightning_smartinfinity.zero3.checkpoints.folders import folder_swap
 from lightning_smartinfinity.zero3.checkpoints.save import background_saves
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
+from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.ranks import on_ranks
-from tests.helpers.silent_disk import SilentDisk
+from tests.helpers.silent_disk import FILE_CALLS, SilentDisk
+from tests.helpers.trainers import quiet_trainer
 from tests.stock.systems import Hook
+from tests.training.actions import does
 from tests.training.asynchronous_worker import (
     SAVE_AT,
     Turns,
@@ -319,6 +322,22 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, disk: SilentDisk, monkeypat
     assert disk.hung
     assert device.call_args.kwargs["io_timeout"] == 77.0, "reads of the state have no limit"
     assert {name: content for name, content in contents(path).items() if ".saving" not in name} == before
+
+
+def test_saves_of_callbacks_wait_for_no_disk_without_a_limit(tmp_path: Path, disk: SilentDisk) -> None:
+    """Each call by which they look for, write, link and remove checkpoints would be given up."""
+
+    def watch(*_: object) -> None:
+        for module, name in [*FILE_CALLS, (os, "symlink")]:
+            disk.hang(module, name, when=lambda *_: False)
+
+    keeper = ModelCheckpoint(tmp_path / "c", **KEPT["linked"])
+    callbacks = [does(on_train_start=watch), keeper]
+    trainer = quiet_trainer(tmp_path, max_steps=4, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(LitTiny(Recipe()))
+    disk.answer()
+    assert sorted(os.listdir(tmp_path / "c")) == ["last.ckpt", "step=4.ckpt"]
+    trainer.strategy.close()  # type: ignore[attr-defined]
 
 
 BEST: dict[str, Any] = {"monitor": "loss", "save_top_k": 1, "every_n_train_steps": 1, "filename": "{step}"}

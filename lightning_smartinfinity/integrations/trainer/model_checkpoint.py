@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import CheckpointIndex, model_checkpoints
 from lightning_smartinfinity.settings.strategy import check_save_path
+from lightning_smartinfinity.storage.io.deadlines import in_time
 from lightning_smartinfinity.storage.io.files import bounded
 
 if TYPE_CHECKING:
@@ -154,7 +156,10 @@ class _Beside:
     def link(self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
         """Link ``last.ckpt`` to a checkpoint after it is complete, on one rank per file system."""
         self._finish()
-        view: Any = SimpleNamespace(is_global_zero=self._saves.leads_at(filepath), strategy=trainer.strategy)
+        alone = SimpleNamespace(barrier=lambda: None)  # ranks meet below, outside the limit
+        view: Any = SimpleNamespace(is_global_zero=self._saves.leads_at(filepath), strategy=alone)
         fails = sys.exc_info()[0] is not None
         with self._noted(callback, linkpath, fails=fails, link_to=filepath):
-            type(callback)._link_checkpoint(view, filepath, linkpath)
+            link = partial(type(callback)._link_checkpoint, view, filepath, linkpath)
+            in_time(link, doing="Linking", path=Path(linkpath))
+            trainer.strategy.barrier()

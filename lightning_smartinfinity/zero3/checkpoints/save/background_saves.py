@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.pipeline.state.pinned_state import PinnedState
 from lightning_smartinfinity.pipeline.state.windows import Window
-from lightning_smartinfinity.storage.io.deadlines import io_limit
+from lightning_smartinfinity.storage.io.deadlines import in_time, io_limit
 from lightning_smartinfinity.zero3.checkpoints.folders.folder_swap import remove_interrupted, writing
 from lightning_smartinfinity.zero3.checkpoints.formats.optimizer_state import ArrayWriter
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile
@@ -152,8 +153,10 @@ class BackgroundSaves:
 
         Args:
             path: Path of the checkpoint.
-            remove: Function that removes it; called on one rank per file system.
+            remove: Function that removes it; called on one rank per file system, with the limit of other file calls.
         """
+        seconds = self._settings.transfer.io_timeout
+        remove = partial(in_time, remove, doing="Removing", path=Path(path), seconds=seconds)
         if not self.leads_at(path):
             remove = _nothing
         if not self._jobs.any:
