@@ -74,7 +74,7 @@ class GradientArena:
 
     def arrive(self, parameter: int, gradient: torch.Tensor) -> None:
         """Do the same as :meth:`arrive_all` for one parameter, without the core."""
-        self._arrive(parameter, gradient, adds=bool(self.active[parameter]))
+        self._copy(parameter, gradient, adds=bool(self.active[parameter]))
 
     def replace(self, parameter: int, gradient: torch.Tensor) -> None:
         """Do the same as :meth:`arrive`, but overwrite what arrived before in this window. The caller keeps the tensor.
@@ -84,7 +84,7 @@ class GradientArena:
         """
         self.synchronize()  # copies in flight would overwrite the gradient
         # Later changes of a tensor on a device would not wait for the copy.
-        self._arrive(parameter, gradient.clone() if gradient.is_cuda else gradient, adds=False)
+        self._copy(parameter, gradient.clone() if gradient.is_cuda else gradient, adds=False)
 
     @torch.no_grad()
     def arrive_all(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
@@ -257,9 +257,6 @@ class GradientArena:
         self._memory.close()
 
     @torch.no_grad()
-    def _arrive(self, parameter: int, gradient: torch.Tensor, *, adds: bool) -> None:
-        self._copy(parameter, gradient, adds=adds)
-
     def _copy(self, parameter: int, gradient: torch.Tensor, *, adds: bool) -> None:
         """Write a gradient into the memory, or add it there. Gradients from CUDA are only sent on their way."""
         arriving = self._arriving
