@@ -376,6 +376,11 @@ NOTHING = Open(
             *(DESKTOP, Open(parameter_budget=False), True, {"offload_param": "nvme", "parameter_budget": 2 * GB}),
             id="a budget of parameters puts them on storage",
         ),
+        pytest.param(
+            replace(ASKED, offload_param="nvme", parameter_budget=60 * GB),
+            *(SMALL, Open(parameter_budget=False), False, {"parameter_budget": 60 * GB}),
+            id="a budget that does not fit is not another one",
+        ),
         pytest.param(ASKED, NARROW, Open(), False, {}, id="no smaller state is allowed"),
         pytest.param(
             *(ASKED, NARROW, Open(state_formats=("bf16", "int8")), True, {"state_format": "bf16"}), id="one is allowed"

@@ -43,17 +43,15 @@ StateFile::StateFile(std::string path, Access access, int descriptor, std::share
     : path_(std::move(path)),
       access_(access),
       open_(std::make_shared<Open>(descriptor)),
-      scheduler_(std::move(scheduler)) {}
+      scheduler_(std::move(scheduler)) {
+    struct stat status{};
+    if (::fstat(descriptor, &status) != 0) throw SystemError(errno, "StateFile: fstat", path_);
+    device_ = status.st_dev;
+}
 
 int StateFile::descriptor() const {
     if (!open_) throw std::runtime_error("StateFile: " + path_ + " is closed");
     return open_->descriptor;
-}
-
-std::uint64_t StateFile::device() const {
-    struct stat status{};
-    if (::fstat(descriptor(), &status) != 0) throw SystemError(errno, "StateFile: fstat", path_);
-    return status.st_dev;
 }
 
 std::optional<int> node_of(const std::vector<StateFile>& files) {

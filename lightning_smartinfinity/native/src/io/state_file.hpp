@@ -24,9 +24,9 @@ class StateFile {
     const std::string& path() const { return path_; }
     Access access() const { return access_; }
     IoScheduler* scheduler() const { return scheduler_.get(); }
-    int descriptor() const;        // throws std::runtime_error if closed
-    std::uint64_t device() const;  // number of the device that holds its file system
-    void sync() const;             // fdatasync
+    int descriptor() const;                           // throws std::runtime_error if closed
+    std::uint64_t device() const { return device_; }  // number of the device that holds its file system
+    void sync() const;                                // fdatasync
     void close() { open_.reset(); }
 
  private:
@@ -36,6 +36,7 @@ class StateFile {
     Access access_;
     std::shared_ptr<const Open> open_;
     std::shared_ptr<IoScheduler> scheduler_;
+    std::uint64_t device_ = 0;  // asked when the file is opened, which has a limit, as later calls may not have
 };
 
 // Returns the NUMA node to which the devices of all these files are attached, if there are several nodes.
