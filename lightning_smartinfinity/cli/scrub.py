@@ -208,7 +208,7 @@ def calls_of_record(record: TrainingRecord) -> UserCalls | None:
 
 
 def _may_be_export(path: Path) -> bool:
-    return path.is_file() or any(path.glob("*.safetensors*"))
+    return os.path.isfile(path) or (os.path.isdir(path) and any(path.glob("*.safetensors*")))
 
 
 def _scrub_checkpoint(path: Path, weights_only: bool, show: Show, say: Callable[[str], None]) -> Found:

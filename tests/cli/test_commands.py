@@ -21,7 +21,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-from lightning_smartinfinity import ConfigError, TransferConfig
+from lightning_smartinfinity import CheckpointError, ConfigError, TransferConfig
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.cli.output import checked_output
 from lightning_smartinfinity.common import progress
@@ -33,6 +33,7 @@ from lightning_smartinfinity.resume.record_content import (
 )
 from lightning_smartinfinity.storage import recover_store
 from lightning_smartinfinity.storage.jobs import jobs
+from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.format_version import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import RANK_KEY, SAVE_ID
 from tests.cli.conftest import Cli
@@ -375,6 +376,8 @@ def test_a_checkpoint_that_may_not_be_read(
         said = cli("scrub", path, "--quiet", status=2)
         assert str(path / "zero/a") in said.err and "Give this user permission" in said.err
         assert said.out.endswith("files read\n")
+        with pytest.raises(CheckpointError, match=r"zero/a.* Give this user permission"), reading_checkpoint(path):
+            os.scandir(path / "zero/a")
 
 
 Change = Callable[[Path], object]

@@ -271,12 +271,13 @@ def test_state_that_only_its_user_may_read() -> None:
                 except StorageError as error:
                     said.append(str(error))
             with redirect_stderr(StringIO()) as shown:
-                main(["scrub", str(storage / "default"), "--quiet"])
+                for path in (folder.parent, folder):
+                    assert main(["scrub", str(path), "--quiet"]) == 2
             return "\n".join((*said, shown.getvalue().strip()))
 
         for closed in (storage / "default", folder, folder / "lock"):  # each the first that cannot be read
             said = as_nobody(read).splitlines()
-            assert len(said) == 6, said
+            assert len(said) == 7, said
             assert all(f"{closed}' belongs to user root, and not to" in line for line in said[:1]), said
             assert all(f"{storage}/default" in line and "belongs to user root" in line for line in said), said
             closed.chmod(0o755)

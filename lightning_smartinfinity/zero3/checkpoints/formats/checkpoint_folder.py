@@ -18,6 +18,7 @@ from lightning_smartinfinity.storage.io.files import listed
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import LATEST, restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.formats.format_version import require_readable
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import DAMAGE
+from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import PERMISSION_REMEDY
 
 __all__ = [
     "OPTIMIZER_FILES",
@@ -83,6 +84,8 @@ def reading_checkpoint(path: str | Path) -> Iterator[None]:
     except DAMAGE as error:
         if isinstance(error, FileNotFoundError) and not os.path.exists(path):
             raise _not_found(path) from error
+        if isinstance(error, PermissionError):
+            raise CheckpointError(f"The checkpoint {path} cannot be read: {error}.", PERMISSION_REMEDY) from error
         raise CheckpointError(
             f"The checkpoint {path} could not be loaded: {type(error).__name__}: {error}.",
             "Use an undamaged checkpoint of the same model and configuration.",
