@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,11 +18,17 @@ from lightning_smartinfinity.storage.folders.lock import LOCK_NAME, MOST_BYTES, 
 from lightning_smartinfinity.storage.folders.lock_content import KEPT, checkpoint_in
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust, not_followed, refuse_foreign
-from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, open_rank_folder
+from lightning_smartinfinity.storage.folders.rank_folder import COMMIT_NAME, open_rank_folder, rank_folder_path
 from lightning_smartinfinity.storage.io.files import bounded
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
-from lightning_smartinfinity.storage.state.lost_parts import FoundPart, changed_places, lost_parts, recorded_calls
+from lightning_smartinfinity.storage.state.lost_parts import (
+    FoundPart,
+    changed_places,
+    found_everywhere,
+    lost_parts,
+    recorded_calls,
+)
 from lightning_smartinfinity.storage.state.parts import ResumePoint, points_of, require_files
 from lightning_smartinfinity.storage.state.recovery import records_of
 
@@ -148,7 +154,7 @@ class Job:
     def resumable_step(self) -> int | None:
         """Step after which a training can resume from here; None if it cannot, or lacks the records of a rank."""
         common = common_points([self])
-        return max(common).step if common and not (self.in_use or self.lost) else None
+        return max(common).step if common and not (self.in_use or self.lost or self.damaged) else None
 
     @property
     def lost(self) -> bool:
@@ -229,7 +235,8 @@ def with_lost_parts(
 ) -> list[Job]:
     """Return the jobs. The folder of a rank that lacks a part gets a problem that names the part.
 
-    If parts have changed places, all folders that hold them say so.
+    A rank with a damaged part in another storage folder cannot be resumed. If parts have changed places, all folders
+    that hold them say so.
 
     Args:
         storage: A storage folder, for the error if the disk does not answer.
@@ -245,6 +252,8 @@ def with_lost_parts(
             stores.setdefault(_store_of(part), {}).setdefault(part.manifest.device, part)
     errors = {store: _lost_parts(list(parts.values()), calls_of) for store, parts in stores.items()}
     places = {store: changed_places(list(parts.values())) for store, parts in stores.items()}
+    seen = {folder.path: folder for job in jobs for folder in job.folders}
+    broken = {store for store, parts in stores.items() if _has_damage(list(parts.values()), seen)}
 
     def told(folder: JobFolder) -> JobFolder:
         if folder.part is None or folder.problem:
@@ -253,13 +262,20 @@ def with_lost_parts(
         error = errors[store]
         if error is not None:
             return replace(folder, problem=f"{error.problem} {error.remedy}", lost=True)
-        return replace(folder, places=places[store])
+        return replace(folder, places=places[store], points=frozenset() if store in broken else folder.points)
 
     return [replace(job, folders=tuple(map(told, job.folders))) for job in jobs]
 
 
 def _lost_parts(parts: list[FoundPart], calls_of: Callable[[TrainingRecord], UserCalls | None]) -> StorageError | None:
     return lost_parts(parts, calls=lambda: recorded_calls(parts, calls_of))
+
+
+def _has_damage(parts: Sequence[FoundPart], seen: Mapping[Path, JobFolder]) -> bool:
+    """Return whether a part of a rank's state is damaged, in whatever storage folder."""
+    job, rank = parts[0].job, parts[0].manifest.rank
+    paths = [rank_folder_path(storage, job=job, rank=rank) for storage in found_everywhere(parts).values()]
+    return any((seen.get(path) or _looked_at(path, rank=rank)).damaged for path in paths)
 
 
 def _store_of(part: FoundPart) -> tuple[str, bytes, int]:

@@ -21,6 +21,7 @@ from lightning_smartinfinity.storage.records.training_record import TrainingReco
 __all__ = [
     "FoundPart",
     "changed_places",
+    "found_everywhere",
     "lost_parts",
     "recorded_calls",
     "refuse_lost",
@@ -56,7 +57,7 @@ def lost_parts(parts: Sequence[FoundPart], *, calls: Callable[[], UserCalls | No
         parts: The parts of one store of one rank that were found, at least one.
         calls: Function that returns the calls to go on with; None if the entry point is unknown.
     """
-    first, found = parts[0].manifest, _found_everywhere(parts)
+    first, found = parts[0].manifest, found_everywhere(parts)
     missing = _missing_folders(first, found)
     if not missing:
         return None
@@ -81,7 +82,7 @@ def right_folders(parts: Sequence[FoundPart]) -> str:
     Args:
         parts: As for :func:`lost_parts`.
     """
-    found = _found_everywhere(parts)
+    found = found_everywhere(parts)
     folders = [str(found.get(device, storage)) for device, storage in enumerate(parts[0].manifest.folders)]
     return f"storage={folders!r}"
 
@@ -93,7 +94,7 @@ def changed_places(parts: Sequence[FoundPart]) -> str | None:
         parts: As for :func:`lost_parts`.
     """
     folders = parts[0].manifest.folders
-    found = {device: os.path.abspath(storage) for device, storage in _found_everywhere(parts).items()}
+    found = {device: os.path.abspath(storage) for device, storage in found_everywhere(parts).items()}
     if all(storage == folders[device] or storage not in folders for device, storage in found.items()):
         return None
     return (
@@ -102,7 +103,7 @@ def changed_places(parts: Sequence[FoundPart]) -> str | None:
     )
 
 
-def _found_everywhere(parts: Sequence[FoundPart]) -> dict[int, Path]:
+def found_everywhere(parts: Sequence[FoundPart]) -> dict[int, Path]:
     """Return the storage folder of each part, by device: those found, and those in the folders of the manifests."""
     found = {part.manifest.device: part.storage for part in reversed(parts)}
     for device, storage in enumerate(map(Path, parts[0].manifest.folders)):
