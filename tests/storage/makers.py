@@ -74,11 +74,13 @@ def created(folders: Sequence[Path], **config: Any) -> Iterator[StateStore]:
 def left(*folders: Path, generations: int = 1, steps: Sequence[int] = (), content: bytes = b"", **config: Any) -> Path:
     """Leave a store of some generations, as a kill does, and return its folder in the first storage folder.
 
-    The first generations have training records of these steps, with this content.
+    The first generations have training records of these steps, with this content. If there are more steps than
+    generations, the kill came within a step that was recorded.
     """
     store = create(folders, **config)
-    for generation in range(generations):
-        commit_generation(store, generation)
+    for generation in range(max(generations, len(steps))):
+        if generation < generations:
+            commit_generation(store, generation)
         if generation < len(steps):
             store.record_training(generation=generation, step=steps[generation], content=content, has_steps=True)
     store.close(remove=False)

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from lightning_smartinfinity.cli.scrub import Found, scrub_jobs
+from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageLockedError
-from lightning_smartinfinity.storage import recover_store
+from lightning_smartinfinity.resume.record_content import _ENGINE_KEYS, TRAINER_KEYS, content_of
+from lightning_smartinfinity.storage import find_resumable, recover_store
 from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
 from lightning_smartinfinity.storage.jobs.archiving import (
     Plan,
@@ -33,7 +36,17 @@ from lightning_smartinfinity.storage.state.space import (
 )
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
-from tests.storage.makers import commit_generation, create, extents, flip, held_by_another_process, killed_before, left
+from tests.storage.makers import (
+    commit_generation,
+    create,
+    extents,
+    flip,
+    held_by_another_process,
+    killed_before,
+    left,
+    listed,
+    recovered,
+)
 
 JOB, ARCHIVE = "default", "default.aside"
 Stage = Callable[[Mover], None]
@@ -481,6 +494,53 @@ def test_a_damaged_part_and_one_that_cannot_be_reached(folders: list[Path]) -> N
     before = files_of(folders, JOB)
     assert archive(folders[:1], ranks=2).lost_storage == (repr(str(folders[1])),)
     assert files_of(folders, ARCHIVE) == before
+
+
+HARM: dict[str, Callable[[Path], object]] = {
+    "emptied": lambda file: os.truncate(file, 0),
+    "removed": Path.unlink,
+    "zeroed": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 3),
+}
+RECORDS = ("training-0.bin", "training-1.bin")
+
+
+@pytest.mark.filterwarnings("ignore:.* record .*damaged", "ignore:.* record .*missing")
+@pytest.mark.parametrize("recorded", [3, 4], ids=["after a step", "in a step"])
+@pytest.mark.parametrize("how", HARM)
+def test_a_lost_file_deletes_no_training(how: str, recorded: int, folders: list[Path], attack: Attack) -> None:
+    """The training resumes from a step that it has, or an error names the file; a scrub agrees, and all is archived."""
+    content = content_of(dict.fromkeys(_ENGINE_KEYS), dict.fromkeys(TRAINER_KEYS))
+    names = ("manifest.json", "state.bin", "commit.bin", *RECORDS, "training-?.bin")
+    for device, name in [*product((0,), names), *product((1,), names[:2])]:
+        here = [folder.with_name(f"{folder.name} {device} {name.partition('?')[0]}") for folder in folders]
+        left(*here, generations=3, steps=range(recorded), world_size=1, content=content)
+        files = sorted((here[device] / JOB / "rank-00000").glob(name))
+        for file in files:
+            HARM[how](file)
+        named = str(files[0].parent if (device, name, how) == (1, "manifest.json", "removed") else files[0])
+        jobs, before, newest = listed(*here), files_of(here, JOB), None
+        found = scrub_jobs(jobs, show=hidden)
+        assert any(named in sentence for sentence in (*found.damaged, *found.unknown)), name
+        try:
+            newest = find_resumable(here, job=JOB, rank=0)[1][0]
+        except StorageError as error:
+            assert named in error.problem and (found.damaged or named != str(files[0])), name
+            assert "the one before" not in error.problem  # the other record is that of a later step
+        is_unread = name == "state.bin" and how != "removed"
+        assert any(job.resumable_step is not None for job in jobs) == (newest is not None or is_unread), name
+        archive(here)
+        assert files_of(here, ARCHIVE) == before and files_of(here, JOB) == {}, name
+        assert newest is not None or recorded == 4 or name not in RECORDS
+        if newest is not None:
+            assert newest.step == newest.generation == (1 if (recorded, name) == (3, RECORDS[1]) else 2), name
+            recovered(*here, job=ARCHIVE, newest=newest.generation, training=newest.number, remove=False)
+            assert scrub_jobs(listed(*here), show=hidden) == Found(), name
+    attack(
+        f"file of an interrupted training {how}, before jobs, scrub, a resume and a new one",
+        tries=8,
+        outcome="named; resumed to the bit, or archived as a whole",
+    )
 
 
 # ---- a training that goes on in stores of other ranks has one whole set of stores at any time

@@ -92,16 +92,6 @@ def test_every_damaged_extent_is_named(tmp_path: Path, attack: Attack) -> None:
     attack("bit flip in state on storage, before a scrub", tries=6, outcome="the scrub names the extent")
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "commit.bin", "state.bin"])
-def test_a_file_without_content(tmp_path: Path, name: str) -> None:
-    """A truncated file is damage, and is named."""
-    store, (folder,) = made(tmp_path)
-    os.truncate(folder / name, 0)
-    damaged = scrub_rank([folder], rank=0, show=hidden).damaged
-    assert damaged and all(name in sentence for sentence in damaged)
-    assert len(damaged) == (store.extents.num_tasklets if name == "state.bin" else 1)
-
-
 def test_the_lock_of_a_store_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written to the lock, two may read at once, and a training that starts meanwhile is told why not.
 
@@ -342,6 +332,7 @@ def test_a_kill_within_the_write(tmp_path: Path, left: str, attack: Attack) -> N
     assert resumed(tmp_path) == (0, residuals[0].tobytes())
 
 
+@pytest.mark.filterwarnings("ignore:The training record")
 @pytest.mark.parametrize("at", [0, 8191, 8192, 4 * NUMEL - 1, "magic", "checksum", "cut"])
 def test_a_damaged_one(tmp_path: Path, at: int | str, attack: Attack) -> None:
     """A scrub names the damage. The record before is taken, with a warning; without one there is an error."""

@@ -122,7 +122,7 @@ def trainings_in(parts: Iterable[Part], job: str, other: str | None = None) -> l
     """Return the trainings that have parts in a job; parts that are missing there are looked up in ``other``.
 
     A part without a readable manifest is assigned to the training whose missing part was in that folder. The remaining
-    ones count as one training.
+    damaged ones count as one training.
     """
     everything = list(parts)
     unreadable = [part for part in everything if part.store is None and part.is_damaged]
@@ -144,11 +144,13 @@ def _training_of(
     of_store: Sequence[Part], unreadable: Sequence[Part], around: Collection[Part], *, jobs: Collection[str | None]
 ) -> Training:
     readable = [part for part in of_store if part.job in jobs]
-    parts = [*readable, *_in_place_of_missing(readable, (part for part in unreadable if part.job in jobs))]
-    missing = next(_missing(parts), None)
     points = [part.points for part in readable if part.device == 0]
     point = max(frozenset.intersection(*points), default=None) if points else None
     nothing_saved = bool(points) and (point is None or point.number == 0)
+    bare = [] if nothing_saved else [part for part in around if _may_lack_manifest(part, readable[0].job)]
+    lost = [*(part for part in unreadable if part.job in jobs), *bare]
+    parts = [*readable, *_in_place_of_missing(readable, lost)]
+    missing = next(_missing(parts), None)
     hides_steps = nothing_saved and any(part.is_damaged for part in parts)
     if (nothing_saved and not hides_steps) or (missing is not None and _is_gone(*missing, parts, around)):
         condition = Condition.NO_STEP
@@ -159,11 +161,19 @@ def _training_of(
     return Training(parts=tuple(parts), condition=condition, point=point, missing=missing)
 
 
+def _may_lack_manifest(part: Part, job: str) -> bool:
+    """Return whether a part holds files without a manifest, which may have been lost."""
+    return part.job == job and part.store is None and part.num_bytes > 0 and not (part.is_damaged or part.in_use)
+
+
 def _in_place_of_missing(readable: Sequence[Part], unreadable: Iterable[Part]) -> Iterator[Part]:
+    """Yield the unreadable parts in the places of missing ones; in a first folder, only those that are damaged."""
     first, present = readable[0], {(part.rank, part.device) for part in readable}
     for part in unreadable:
         place = _place_of(part, first)
-        if place is not None and place not in present and part.rank < first.world_size:
+        if place is None or place in present or part.rank >= first.world_size:
+            continue
+        if part.is_damaged or place[1] > 0:
             yield part
 
 

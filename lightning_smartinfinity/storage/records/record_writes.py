@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.storage.folders.rank_folder import RESIDUAL_NAMES, TRAINING_NAMES, RankFolder
+from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.residual_file import read_residual
 from lightning_smartinfinity.storage.records.residual_write import ResidualWrite, WriteOptions
 from lightning_smartinfinity.storage.records.training_record import (
@@ -183,9 +184,7 @@ class TrainingRecords:
         record = self.current
         if record is not None and record.generation > generation:
             self._residual = None
-            self._in_time(
-                "Erasing the training record", self._path, erase_training_record, self._folder.inside, record.number
-            )
+            self._in_time("Erasing the training record", self._path, self._erase, record.number)
             self.current, self._before = self._before, None
         if self._last_number is not None and self._last_generation > generation:
             # Skip a number: the next record then replaces the erased one, and not the one before, which is now needed.
@@ -213,22 +212,28 @@ class TrainingRecords:
 
     def _end(self, record: TrainingRecord) -> None:
         self._put(record)
-        erase_training_record(self._folder.inside, record.number + 1)
+        name = record_name(record.number + 1)
+        with storage_errors("Erasing the training record", self._folder.path / name):
+            self._folder.inside.overwrite(name, b"", flush=True)  # takes no space, which may have run out
+
+    def _erase(self, number: int) -> None:
+        erase_training_record(self._folder.inside, number, identity=self._identity)
 
     def resume_from(self, number: int, *, run: bytes) -> None:
-        """Make the record of this number current, and erase a newer one, whose generation will be another state.
+        """Make the record of this number current, and erase the other one unless it is an older record.
+
+        The generation of a newer one will be another state. A missing file is made anew.
 
         Args:
             number: Number of the record.
             run: Id of the run that begins now.
 
         Raises:
-            StorageError: A file cannot be read or emptied.
+            StorageError: A file cannot be read, made or erased.
         """
-        for record in read_training_records(self._folder.inside, identity=self._identity):
-            if record.number > number:
-                erase_training_record(self._folder.inside, record.number)
-            elif record.number == number:
-                self.current = record
+        records = read_training_records(self._folder.inside, identity=self._identity)
+        if records[-1].number >= number:
+            self._folder.allocate_missing(*TRAINING_NAMES)
+            self._erase(number + 1)
+        (self.current,) = (record for record in records if record.number == number)
         self.run, self._last_number = run, number
-        assert self.current is not None

@@ -14,13 +14,16 @@ training-0.bin and training-1.bin alternate: record ``n`` goes to file ``n % 2``
     16 bytes   id of the run: the job id at first, and a new one after each resume; since version 2
     i64        number of the record
     i64        generation that was the newest, or about to be committed, when the record was written; -1 if no more
-               records follow, for the reason in the content
+               records follow, for the reason in the content; -2 if the record in this file was erased
     i64        optimizer steps of the training so far
     u64        number of values of the residual that belongs to the record, in its own file (``residual_file``); since
                version 3
     u64        length of the content in bytes
     bytes      content
     u32        CRC32C of everything before
+
+An erased record is replaced by one of number -1 or -2 without content, since an empty file means that a record was
+lost: only beside the first record of a training, or the one that ends the records, the other file may be empty.
 
 The version also covers the content and the residual: a change of either raises it. Future versions keep magic, version,
 version of the package, and the checksum at the end, so that an error can name the version that reads a newer record.
@@ -84,6 +87,7 @@ _MOST_BYTES = 1 << 44  # far above what any training has
 _MOST_FOREIGN_BYTES = 1 << 30  # of a record of another version, which is read as a whole
 ENDED = -1
 """Generation of a record that no more records follow."""
+_ERASED = -2  # generation of what replaces an erased record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +148,11 @@ def packed(record: TrainingRecord, identity: native.Identity) -> bytes:
     return _FORMATS[record.version].pack(*(values[name] for name in _NAMES[record.version]), body=content)
 
 
-def erase_training_record(folder: OpenFolder, number: int) -> None:
+def erase_training_record(folder: OpenFolder, number: int, *, identity: native.Identity) -> None:
     """Erase the record in the file that a record of this number has; raises as :func:`write_training_record`."""
-    name = record_name(number)
-    with storage_errors("Erasing the training record", folder.path / name):
-        folder.overwrite(name, b"", flush=True)
+    lowest = number % len(TRAINING_NAMES) - len(TRAINING_NAMES)
+    erased = TrainingRecord(number=lowest, generation=_ERASED, step=0, run=bytes(identity.job), content=b"")
+    write_training_record(folder, erased, identity=identity, flush=True)
 
 
 def read_training_records(folder: OpenFolder, *, identity: native.Identity | None) -> list[TrainingRecord]:
@@ -161,14 +165,17 @@ def read_training_records(folder: OpenFolder, *, identity: native.Identity | Non
     Raises:
         StorageError: A file cannot be read, or another version of this package wrote it in a format that is not read.
     """
-    found = (_read(folder, number, identity) for number in range(len(TRAINING_NAMES)))
-    return sorted(filter(None, found), key=lambda record: record.number, reverse=True)
+    read = (_read(folder, number, identity) for number in range(len(TRAINING_NAMES)))
+    found = (record for record in read if record is not None and record.generation != _ERASED)
+    return sorted(found, key=lambda record: record.number, reverse=True)
 
 
 def damaged_training_records(
     folder: OpenFolder, *, identity: native.Identity | None, has_steps: bool = False
 ) -> list[str]:
-    """Return the names of the files that are damaged: they are not empty, but hold no intact record.
+    """Return the names of the files that hold no intact record, although one was written.
+
+    Such a file may also be empty or missing: where the other record is not the first one, both were written.
 
     Args:
         folder: The rank's first folder.
@@ -182,9 +189,17 @@ def damaged_training_records(
     sizes = [None if (status := folder.status(name)) is None else status.st_size for name in TRAINING_NAMES]
     if has_steps and not any(size != 0 for size in sizes):
         return list(TRAINING_NAMES)
+    read = [_read(folder, number, identity) for number in range(len(TRAINING_NAMES))]
     return [
-        name for number, name in enumerate(TRAINING_NAMES) if sizes[number] and _read(folder, number, identity) is None
+        name
+        for number, name in enumerate(TRAINING_NAMES)
+        if read[number] is None and (sizes[number] or _was_written_beside(read[1 - number]))
     ]
+
+
+def _was_written_beside(record: TrainingRecord | None) -> bool:
+    """Return whether there was a record in the other file when this one was written."""
+    return record is not None and record.number not in (0, 1)
 
 
 def _read(folder: OpenFolder, number: int, identity: native.Identity | None) -> TrainingRecord | None:

@@ -220,7 +220,7 @@ def _lost_file(folder: OpenFolder) -> str | None:
 
     Whatever removes a store notes that in the lock, and deletes the training records first. So a manifest or commit
     record that is missing beside training records of steps was lost, and so were training records that were made and
-    whose removal is not noted.
+    whose removal is not noted. A file without any commit record, as a power loss may leave it, has lost it, too.
 
     Raises:
         StorageError: As for :func:`find_parts`.
@@ -229,31 +229,41 @@ def _lost_file(folder: OpenFolder) -> str | None:
     if folder.status(STATE_NAME) is None:  # without state, the file is of no use
         return None
     if not missing:
-        return _lost_records(folder)
+        lost = _lost_records(folder)
+        if lost is not None or records_of(folder, read_manifest(folder)) != ([], None):
+            return lost
+    name, how = (missing[0], "is missing") if missing else (COMMIT_NAME, "holds no commit record")
     records = read_training_records(folder, identity=None)
     may_have_steps = any(record.has_steps for record in records) or damaged_training_records(folder, identity=None)
-    beside = f"{str(folder.path / missing[0])!r} is missing, although there are training records of steps beside it."
+    beside = f"{str(folder.path / name)!r} {how}, although there are training records of steps beside it."
     return beside if may_have_steps else None
 
 
 def _lost_records(folder: OpenFolder) -> str | None:
-    notes = read_notes(folder)
-    made, removed = not notes.isdisjoint(TRAINING_NAMES), REMOVED in notes
-    if not made or removed or any(folder.status(name) is not None for name in TRAINING_NAMES):
+    notes, files = read_notes(folder), [folder.status(name) for name in TRAINING_NAMES]
+    made, removed = notes.issuperset(TRAINING_NAMES), REMOVED in notes
+    if not made or removed or all(files) or any(file is not None and file.st_size for file in files):
         return None
     paths = " and ".join(repr(str(folder.path / name)) for name in TRAINING_NAMES)
-    are_missing = f"{paths} are missing, although the training has taken steps."
+    are_missing = f"{paths} are missing or empty, although the training has taken steps."
     return are_missing if has_steps(folder, read_manifest(folder)) else None
 
 
+def _lost_state(folder: OpenFolder) -> str | None:
+    """Return a sentence about a state file that was lost, else None. Whatever removes a store deletes it last."""
+    if folder.status(STATE_NAME) is not None or folder.status(MANIFEST_NAME) is None or REMOVED in read_notes(folder):
+        return None
+    return f"{str(folder.path / STATE_NAME)!r} is missing."
+
+
 def require_files(folder: OpenFolder) -> None:
-    """Check that no manifest, commit record or training records were lost.
+    """Check that no manifest, commit record, training records or state file were lost.
 
     Raises:
         StorageCorruptError: They were.
         StorageError: As for :func:`find_parts`.
     """
-    problem = _lost_file(folder)
+    problem = _lost_file(folder) or _lost_state(folder)
     if problem is not None:
         remedy = f"If there is a copy of that file, put it back. If not: {user_calls().begin_anew}"
         raise StorageCorruptError(problem, remedy)

@@ -222,7 +222,7 @@ def usable_records(folders: Sequence[OpenFolder], manifest: Manifest) -> UsableR
     records = written_records(folders[0], manifest)
     complete = complete_generations(folders, manifest)
     usable = [record for record in records if record.generation in complete]
-    problem = None if usable else _why_not(folders[0], manifest, records, oldest=min(complete, default=0))
+    problem = None if usable else _why_not(folders, manifest, records, oldest=min(complete, default=0))
     return UsableRecords(usable, problem)
 
 
@@ -249,13 +249,20 @@ def damaged_beside(
     step = next((record.step for record in usable if common is None or record.number in common), None)
     goes_on = "" if step is None else f" A training that resumes goes on from step {step}."
     return [
-        f"The training record {str(folder.path / name)!r} is damaged, or a kill cut its write off.{goes_on}"
+        f"{_condition(folder, [name])}, or a kill cut its write off.{goes_on}"
         for name in damaged_records(folder, manifest)
     ]
 
 
+def _condition(folder: OpenFolder, names: Sequence[str]) -> str:
+    """Return the beginning of a sentence about training records that are damaged or missing."""
+    named = " and ".join(repr(str(folder.path / name)) for name in names)
+    how = "missing" if not any(map(folder.status, names)) else "damaged"
+    return f"The training record{'s' if names[1:] else ''} {named} {'are' if names[1:] else 'is'} {how}"
+
+
 def damaged_records(folder: OpenFolder, manifest: Manifest) -> list[str]:
-    """Return the names of a store's training records that are damaged, or were lost by a power loss.
+    """Return the names of a store's training records that are damaged, or were lost, as by a power loss.
 
     Raises:
         StorageError: A file cannot be read.
@@ -271,20 +278,21 @@ def has_steps(folder: OpenFolder, manifest: Manifest) -> bool:
 
 
 def _why_not(
-    folder: OpenFolder, manifest: Manifest, records: Sequence[TrainingRecord], *, oldest: int
+    folders: Sequence[OpenFolder], manifest: Manifest, records: Sequence[TrainingRecord], *, oldest: int
 ) -> StorageError | None:
     """Return why a training cannot be resumed from any of its records; None if it has written none.
 
     Args:
-        folder: The rank's first folder.
+        folders: The rank's folders.
         manifest: The store's manifest.
         records: The intact records, newest first.
         oldest: The oldest complete generation.
 
     Returns:
-        A StorageCorruptError if a record is damaged. A StorageError if the training wrote no more records, or several
-        generations followed the last record.
+        A StorageCorruptError if a record or its state is damaged. A StorageError if the training wrote no more records,
+        or several generations followed the last record.
     """
+    folder = folders[0]
     ended = next((record for record in records if record.end is not None), None)
     if ended is not None:
         return StorageError(
@@ -293,14 +301,8 @@ def _why_not(
         )
     damaged = damaged_records(folder, manifest)
     if damaged:
-        named, are = " and ".join(repr(str(folder.path / name)) for name in damaged), "are" if damaged[1:] else "is"
-        older = "".join(
-            f", and later steps have overwritten the state of the one before (step {record.step})" for record in records
-        )
-        return StorageCorruptError(
-            f"The training record{'s' if damaged[1:] else ''} {named} {are} damaged{older}.",
-            user_calls().begin_anew,
-        )
+        other = "".join(_why_not_other(record, oldest=oldest) for record in records)
+        return StorageCorruptError(f"{_condition(folder, damaged)}{other}.", user_calls().begin_anew)
     if records and records[0].generation < oldest:
         return StorageError(
             f"The training in {str(folder.path)!r} ended after several generations that came after its last record "
@@ -308,7 +310,20 @@ def _why_not(
             "overwritten its state.",
             user_calls().begin_anew,
         )
-    return None
+    problem = _damaged_state(folders, manifest, records)
+    return None if problem is None else StorageCorruptError(problem, user_calls().begin_anew)
+
+
+def _why_not_other(record: TrainingRecord, *, oldest: int) -> str:
+    late, early = "later steps have overwritten the state of the one before", "the state of the other one is incomplete"
+    return f", and {late if record.generation < oldest else early} (step {record.step})"
+
+
+def _damaged_state(folders: Sequence[OpenFolder], manifest: Manifest, records: Sequence[TrainingRecord]) -> str | None:
+    """Return a sentence about damage to the state that training records belong to, or to its commit record, or None."""
+    recorded, (intact, torn) = {record.generation for record in records}, records_of(folders[0], manifest)
+    problems = (_mismatch(folders, manifest, each) for each in intact if each.generation in recorded)
+    return next((problem for problem in problems if problem is not None), torn if records else None)
 
 
 def with_whole_residuals(
