@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import sys
 from collections import UserDict
@@ -14,6 +15,8 @@ import torch
 
 from lightning_smartinfinity.common.last_error import last_error, notice_exit
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
+from lightning_smartinfinity.resume.start import SavedStep, steps_of as steps_of_checkpoints
+from lightning_smartinfinity.settings.strategy import StrategySettings
 from tests.fabric.storage_worker import FabricRun, launch
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.attacks import Attack
@@ -76,7 +79,8 @@ def test_one_script_is_its_own_restart(tmp_path: Path, attack: Attack) -> None:
     code, output = launch(FabricRun(broken, save_step=4, fail_step=4, **script))
     assert code != 0 and "Chooses the state in" in output, output[-3000:]
     code, output = launch(FabricRun(broken, **script))
-    assert code == 0 and "Chooses the checkpoint" in output, output[-3000:]
+    told = r"Chooses the checkpoint .*saved.ckpt of step 4, and not the state in .*, after step 4\."
+    assert code == 0 and re.search(told, output), output[-3000:]
     assert steps_of(tmp_path / "broken") == steps_of(tmp_path / "straight")
     assert end_of(tmp_path / "broken") == end_of(tmp_path / "straight")
 
@@ -147,6 +151,8 @@ def test_wrong_uses(tmp_path: Path) -> None:
         fabric.strategy.record(state)
     with pytest.warns(UserWarning, match="between backward and step, and holds no gradients"):
         fabric.save(tmp_path / "between.ckpt", state)
+    found = steps_of_checkpoints(lambda: [str(tmp_path / "between.ckpt")], "global_steps", settings=StrategySettings())
+    assert list(found.values()) == [SavedStep(0, is_whole=False)]
     optimizer.step()
     with pytest.raises(UnsupportedError, match="0 models"):
         fabric.strategy.record({"step": 1})

@@ -46,6 +46,7 @@ __all__ = [
     "averages_weights",
     "configured_optimizer",
     "copy_around_training",
+    "is_trial",
     "synchronize_layers",
     "warn_of_changed_weights",
 ]
@@ -270,6 +271,12 @@ def admit_batch_size_search(strategy: TrainingSession) -> Callable[[], object]:
     """
     _SEARCHING.begin()
     return weakref.finalize(strategy, _SEARCHING.end)
+
+
+def is_trial(trainer: pl.Trainer) -> bool:
+    """Return whether a Trainer runs a ``Tuner``'s search, or a few batches, before the fit that the user wants."""
+    callbacks = vars(trainer)["callbacks"]
+    return bool(vars(trainer)["fast_dev_run"]) or any(getattr(one, "_early_exit", False) for one in callbacks)
 
 
 def _check_search(check: Callable[..., None], trainer: pl.Trainer) -> None:

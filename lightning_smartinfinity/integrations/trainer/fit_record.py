@@ -25,7 +25,7 @@ from lightning_smartinfinity.integrations.trainer.checkpoint_index import (
     model_checkpoints,
 )
 from lightning_smartinfinity.resume.fit_loaders import FitLoaders
-from lightning_smartinfinity.resume.fit_point import Following, following, is_at_end, settle
+from lightning_smartinfinity.resume.fit_point import Following, following, is_at_end, is_within_step, settle
 from lightning_smartinfinity.resume.loops import (
     begin_next_epoch,
     continue_epoch,
@@ -146,8 +146,8 @@ class TrainerFitRecord(FitRecord):
         weights_only = passed_to_run(trainer, "weights_only")
         with loading_policy(weights_only, consent="weights_only=False to Trainer.fit"):
             paths = partial(checkpoints_of, trainer)
-            steps = steps_of(paths, "global_step", settings=settings, needed=RESUMED_FROM)
-        start = choose_start(settings, steps, is_removed=settle())
+            steps = steps_of(paths, "global_step", settings=settings, needed=RESUMED_FROM, is_within=is_within_step)
+            start = choose_start(settings, steps, is_removed=settle())
         self.resumes = start.source is Source.STORAGE
         start_from(trainer, STORAGE if self.resumes else start.checkpoint)
         rank_zero_info(f"fit(ckpt_path={STORAGE_OR_NEW!r}): {start.reason}")
