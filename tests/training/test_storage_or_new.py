@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, StepLR
@@ -165,6 +165,8 @@ def test_wrong_uses(tmp_path: Path) -> None:
     nothing = quiet_trainer(tmp_path, transfer={"keep": False})
     with pytest.raises(ConfigError, match=r"fit\(ckpt_path='storage-or-new'\) resumes from storage, but the settings"):
         nothing.fit(LitTiny(SMALL), ckpt_path=START)
+    with pytest.raises(ConfigError, match=r"LearningRateFinder would first .* fit: Tuner\(trainer\).lr_find"):
+        quiet_trainer(tmp_path, callbacks=[LearningRateFinder()]).fit(LitTiny(SMALL), ckpt_path=START)
     for start in (START, "storage"):
         with pytest.raises(ConfigError, match=rf"validate\(ckpt_path='{start}'\) cannot work: only fit goes on"):
             quiet_trainer(tmp_path).validate(LitTiny(replace(SMALL, validate=True)), ckpt_path=start)

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.integrations.trainer.callback_support import refuse_search
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import (
     CheckpointIndex,
     checkpoints_of,
@@ -111,7 +112,7 @@ class TrainerFitRecord(FitRecord):
 
         Raises:
             ConfigError: It resumes, but the settings keep nothing to resume from, or the run is not a fit, or one with
-                ``fast_dev_run``.
+                ``fast_dev_run`` or a callback that searches first.
             CheckpointError, StorageError: It resumes from what is newest, which cannot be told.
         """
         self.end()
@@ -130,6 +131,7 @@ class TrainerFitRecord(FitRecord):
             )
         if doing == TrainerFn.FITTING:
             self.resume_next(settings.transfer, what=f"fit(ckpt_path={given!r})")
+            refuse_search(trainer, given)
             if given == STORAGE_OR_NEW:
                 self._choose_start(trainer, settings, settle=settle)
             if self.resumes and trainer.fast_dev_run:  # type: ignore[attr-defined]
