@@ -216,9 +216,8 @@ def save_state_on_rank(folder: Path, rank: int) -> list[str]:
 def start_on_rank(folder: Path, rank: int) -> Any:
     """Return what a rank chooses of checkpoints that differ between the ranks, and what it finds in two folders."""
     settings = StrategySettings(storage=(folder / "storage",))
-    steps = {"first": SavedStep(9 * rank + 3), "second": SavedStep(4)}
     with pytest.raises(CheckpointError) as absent:
-        choose_start(settings, steps, is_removed=False)
+        choose_start(settings, {"first": SavedStep(9 * rank + 3), "second": SavedStep(4)}, is_removed=False)
     found = steps_of_checkpoints(str(folder / f"cut-{rank}"), warn=False)
     with pytest.raises(CheckpointError) as damaged:
         steps_of_checkpoints(str(folder / f"damaged-{rank}"), warn=False)

@@ -51,11 +51,11 @@ class AfterStep(Hook):
     on_train_batch_end = Callback.on_train_batch_end  # type: ignore[assignment]
 
 
-def search_and_try(trainer: Any, module: Any) -> None:
-    """Do what a script may do before its fit: search the learning rate, and run a few batches."""
+def try_and_search(trainer: Any, module: Any) -> None:
+    """Do what a script may do before its fit: run a few batches, and search the learning rate."""
+    strategy = SmartInfinityStrategy(trainer.strategy._settings.storage)
+    quiet_trainer(trainer.default_root_dir, strategy, fast_dev_run=2).fit(LitTiny(SMALL))
     Tuner(trainer).lr_find(module, num_training=2, update_attr=False)
-    storage = trainer.strategy._settings.storage
-    quiet_trainer(trainer.default_root_dir, SmartInfinityStrategy(storage), fast_dev_run=2).fit(LitTiny(SMALL))
 
 
 class Script:
@@ -108,7 +108,7 @@ def test_the_newest_is_resumed(
     """
     script = Script(tmp_path)
     assert script.fit(fails=3, hook=AfterStep, save_on_exception=True) is None
-    assert script.fit(fails=5, before=search_and_try) == "storage"  # a record of step 3, as step=3.ckpt
+    assert script.fit(fails=5, before=try_and_search) == "storage"  # a record of step 3, as step=3.ckpt
     before = sorted(tmp_path.glob("storage/*/*/*"))
     for kind, told in (("model", "the step of .*step=4.ckpt cannot be read"), ("optim", "step=4.ckpt cannot be resum")):
         file = next((script.saved / "step=4.ckpt").rglob(f"*{kind}_states.pt"))
@@ -162,11 +162,12 @@ def test_checkpoints_whose_names_have_folders(tmp_path: Path) -> None:
 
 def test_wrong_uses(tmp_path: Path) -> None:
     """Settings that keep nothing are refused, and so are evaluations; a misspelled word is guessed."""
-    nothing = quiet_trainer(tmp_path, transfer={"keep": False})
-    with pytest.raises(ConfigError, match=r"fit\(ckpt_path='storage-or-new'\) resumes from storage, but the settings"):
-        nothing.fit(LitTiny(SMALL), ckpt_path=START)
-    with pytest.raises(ConfigError, match=r"LearningRateFinder would first .* fit: Tuner\(trainer\).lr_find"):
-        quiet_trainer(tmp_path, callbacks=[LearningRateFinder()]).fit(LitTiny(SMALL), ckpt_path=START)
+    for settings, told in (
+        ({"transfer": {"keep": False}}, r"fit\(ckpt_path='storage-or-new'\) resumes from storage, but the settings"),
+        ({"callbacks": [LearningRateFinder()]}, r"LearningRateFinder would first .* fit: Tuner\(trainer\).lr_find"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            quiet_trainer(tmp_path, **settings).fit(LitTiny(SMALL), ckpt_path=START)  # type: ignore[arg-type]
     for start in (START, "storage"):
         with pytest.raises(ConfigError, match=rf"validate\(ckpt_path='{start}'\) cannot work: only fit goes on"):
             quiet_trainer(tmp_path).validate(LitTiny(replace(SMALL, validate=True)), ckpt_path=start)
@@ -371,8 +372,7 @@ def test_a_fit_goes_on_without_a_lost_folder(tmp_path: Path, caplog: pytest.LogC
     for _ in range(2):
         with pytest.raises(StorageError, match=f"'{folders[1]}' lacks its part") as caught:
             script.fit(start="storage", storage=folders)
-    (path,) = re.findall(r"ckpt_path='(.*?)'", caught.value.remedy)
-    (storage,) = re.findall(r"storage=(\[.*?\])", caught.value.remedy)
+    ((path, storage),) = re.findall(r"ckpt_path='(.*?)'.*storage=(\[.*?\])", caught.value.remedy)
     assert path == str(tmp_path / "saved/step=4.ckpt")
     left(tmp_path / "other", generations=1, steps=[9], world_size=1)  # of another training; its drive is mounted there
     (tmp_path / "other").rename(folders[1])

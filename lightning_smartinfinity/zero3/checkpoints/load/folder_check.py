@@ -84,9 +84,9 @@ def check_files(path: str | Path) -> None:
             universal.require_arrays((MASTERS, *universal.arrays))
     else:
         found = find_checkpoint(path, bf16=None)
-        if found.is_of_as_many:
+        if found.in_parts:
             with raising_together(), reading_checkpoint(path):
-                _check_own_share(found.folder, in_parts=found.in_parts)
+                _check_own_share(found.folder, in_parts=True)
             return
         saved = ZeroFolder.of(found)
     with raising_together(), reading_checkpoint(path), closing(saved):
