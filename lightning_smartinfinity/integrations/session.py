@@ -24,7 +24,13 @@ from lightning_smartinfinity.resume.record import FitRecord
 from lightning_smartinfinity.settings import resolved_folder
 from lightning_smartinfinity.settings.rules import check, instance, optional
 from lightning_smartinfinity.settings.smartssd import require_xclbin_named
-from lightning_smartinfinity.settings.strategy import given_settings, gradients_are_16_bit, is_16_bit, nvme_path_of
+from lightning_smartinfinity.settings.strategy import (
+    StrategySettings,
+    given_settings,
+    gradients_are_16_bit,
+    is_16_bit,
+    nvme_path_of,
+)
 from lightning_smartinfinity.storage.io.scheduling import IoWait, io_waits, share_devices
 from lightning_smartinfinity.zero3 import (
     OffloadSettings,
@@ -45,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["TrainingSession"]
 
 T = TypeVar("T")
+
+_TRIAL = ".trial"  # suffix of the job of a search, or of a few batches, before the user's own fit
 
 
 class TrainingSession(ABC):
@@ -76,6 +84,7 @@ class TrainingSession(ABC):
         self._planned: Planned | None = None
         self._planned_for: weakref.ref[torch.nn.Module] | None = None
         self._own_hyperparameters = False
+        self._is_trial = False  # whether the next training is a search or a few batches, and the user's comes later
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         self._local_world_size, self._on_cuda = 1, False
         # The engine of the last training. Later runs may replace the strategy's engine, but only this one can save.
@@ -308,6 +317,14 @@ class TrainingSession(ABC):
             self._closed_at_exit[1].detach()  # it would hold the manifest of every training
         self._closed_at_exit = state.handler, weakref.finalize(self, state.closer())
 
+    @property
+    def _settings_of_state(self) -> StrategySettings:
+        """The settings of the training's state: a trial has a job of its own, and leaves nothing."""
+        transfer = self._settings.transfer
+        if not self._is_trial:
+            return self._settings
+        return replace(self._settings, transfer=replace(transfer, job=f"{transfer.job}{_TRIAL}", keep=False))
+
     @abstractmethod
     def _has_fp32_in_memory(self, model: torch.nn.Module) -> bool:
         """Return whether the same training in memory would have fp32 parameters, as in a mixed precision."""
@@ -316,7 +333,7 @@ class TrainingSession(ABC):
         """Return the settings with the chosen update device; warn if compression brings no gain."""
         from lightning_smartinfinity.zero3.setup.update_device import choose_update_device, compute_threads
 
-        settings = self._settings
+        settings = self._settings_of_state
         assert settings.storage is not None
         threads = compute_threads(
             settings.transfer.compute_threads, num_processes=self._local_world_size, on_gpu=self._on_cuda
@@ -437,15 +454,17 @@ class TrainingSession(ABC):
         Returns:
             The idle strategy as a set of one element, or an empty set.
         """
-        storage = self._settings.storage
+        storage, job = self._settings.storage, self._settings_of_state.transfer.job
         assert storage is not None
         folders = ", ".join(repr(str(folder)) for folder in storage)
-        since = f"{later} took its storage {folders} (job {self._settings.transfer.job!r})"
+        since = f"{later} took its storage {folders} (job {job!r})"
         self._close_state(since=since)
         if self._training_engine is not None:
             self._training_engine.destroy()
             self._training_engine = None
-        self._idle_key = (storage, self._settings.transfer.job)
+        if self._idle_key is not None and _IDLE.get(self._idle_key, lambda: None)() is self:
+            del _IDLE[self._idle_key]
+        self._idle_key = (storage, job)
         idle = _IDLE.pop(self._idle_key, lambda: None)()
         if idle is None or idle is self:
             return set()
@@ -462,10 +481,9 @@ class TrainingSession(ABC):
         """
         from lightning_smartinfinity.zero3.ranks.collectives import gather
 
-        settings, idle = self._settings, None
-        if settings.storage is not None:
-            idle = _IDLE.get((settings.storage, settings.transfer.job), lambda: None)()
-        optimizers = {one._training_optimizer for one in (self, idle) if one is not None}
+        key: Any = (self._settings.storage, self._settings.transfer.job)
+        sessions = [one for one in (self, _IDLE.get(key, lambda: None)()) if one is not None and one._idle_key == key]
+        optimizers = {one._training_optimizer for one in sessions}
         trained = [one for one in optimizers if one is not None and one.rank_state.is_open]
         staying = [one for one in trained if one.rank_state.keeping.stays]
         in_flight = [one for one in staying if one.update.is_in_flight]

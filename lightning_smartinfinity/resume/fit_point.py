@@ -7,10 +7,11 @@ holds what follows, as a :class:`Following`, and :func:`settle` changes the save
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-__all__ = ["Following", "following", "is_at_end", "settle"]
+__all__ = ["Following", "following", "is_at_end", "is_between_steps", "is_within_step", "settle"]
 
 
 class Following(Enum):
@@ -82,3 +83,25 @@ def settle(fit_loop: dict[str, Any], follows: Following) -> None:
         batch["is_last_batch"] = False
     for of_batch in (batch["current"], batch["total"]):
         of_batch.update(dict.fromkeys(("ready", "started", "completed"), of_batch["processed"]))
+
+
+def is_between_steps(fit_loop: dict[str, Any]) -> bool:
+    """Return whether a checkpoint was saved between the batches of an optimizer step, whose gradients it lacks.
+
+    Args:
+        fit_loop: The value of ``"fit_loop"`` in the loops of the checkpoint.
+    """
+    done = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    # Lightning zeroes gradients before the first batch of each step.
+    return bool(done["zero_grad"]["total"]["completed"] > done["step"]["total"]["completed"])
+
+
+def is_within_step(checkpoint: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint was saved within a batch or a step, which a fit that resumes from it may repeat.
+
+    Args:
+        checkpoint: What Lightning saves with the model.
+    """
+    fit_loop = checkpoint["loops"]["fit_loop"]
+    batch = fit_loop["epoch_loop.batch_progress"]["current"]
+    return is_between_steps(fit_loop) or bool(batch["ready"] > batch["processed"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_smartinfinity.resume.fit_point import Following
+from lightning_smartinfinity.resume.fit_point import Following, is_between_steps
 from lightning_smartinfinity.resume.loader_position import begin_epoch, keeps_position
 
 __all__ = [
@@ -231,10 +231,7 @@ def warn_of_missing_gradients(trainer: Any, loops: dict[str, Any]) -> None:
     """
     num_batches = trainer.accumulate_grad_batches
     num_lost = loops["epoch_loop.batch_progress"]["current"]["processed"] % num_batches
-    done = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
-    # Lightning zeroes gradients before the first batch of each step.
-    is_between = done["zero_grad"]["total"]["completed"] > done["step"]["total"]["completed"]
-    if num_lost == 0 or not is_between or not trainer.is_global_zero:
+    if num_lost == 0 or not is_between_steps(loops) or not trainer.is_global_zero:
         return
     warnings.warn(
         f"The checkpoint was saved after {num_lost} of the {num_batches} batches of a step, and holds no gradients: "

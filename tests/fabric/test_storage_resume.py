@@ -14,6 +14,7 @@ import torch
 
 from lightning_smartinfinity.common.last_error import last_error, notice_exit
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
+from lightning_smartinfinity.resume.start import SavedStep, steps_of as steps_of_checkpoints
 from tests.fabric.storage_worker import FabricRun, launch
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.attacks import Attack
@@ -71,12 +72,14 @@ def test_one_script_is_its_own_restart(tmp_path: Path, attack: Attack) -> None:
     attack("kill, exit or error of a Fabric loop with 'storage-or-new'", tries=3, outcome="resumed to the bit")
     script, broken = {"is_one_script": True, "num_steps": 6}, str(tmp_path / "broken")
     assert launch(FabricRun(str(tmp_path / "straight"), **script))[0] == 0
-    assert launch(FabricRun(broken, kill_step=2, kill_after=1e-6, **script))[0] == -signal.SIGKILL
-    assert launch(FabricRun(broken, fail_step=3, exits=True, **script))[0] == 143
-    code, output = launch(FabricRun(broken, save_step=4, fail_step=4, **script))
-    assert code != 0 and "Chooses the state in" in output, output[-3000:]
-    code, output = launch(FabricRun(broken, **script))
-    assert code == 0 and "Chooses the checkpoint" in output, output[-3000:]
+    for moment, ends, told in (
+        ({"kill_step": 2, "kill_after": 1e-6}, -signal.SIGKILL, ""),
+        ({"fail_step": 3, "exits": True}, 143, ""),
+        ({"save_step": 4, "fail_step": 4}, 1, "Chooses the state in"),
+        ({}, 0, "/saved.ckpt of step 4, and not the state in"),
+    ):
+        code, output = launch(FabricRun(broken, **moment, **script))  # type: ignore[arg-type]
+        assert code == ends and told in output, output[-3000:]
     assert steps_of(tmp_path / "broken") == steps_of(tmp_path / "straight")
     assert end_of(tmp_path / "broken") == end_of(tmp_path / "straight")
 
@@ -147,11 +150,13 @@ def test_wrong_uses(tmp_path: Path) -> None:
         fabric.strategy.record(state)
     with pytest.warns(UserWarning, match="between backward and step, and holds no gradients"):
         fabric.save(tmp_path / "between.ckpt", state)
+    paths = [str(tmp_path / "between.ckpt")]
+    steps = steps_of_checkpoints(lambda: paths, "global_steps", settings=fabric.strategy._settings)
+    assert steps == {paths[0]: SavedStep(0, is_whole=False)}
     optimizer.step()
-    with pytest.raises(UnsupportedError, match="0 models"):
-        fabric.strategy.record({"step": 1})
-    with pytest.raises(UnsupportedError, match="without an optimizer"):
-        fabric.strategy.record({"model": fabric.setup_module(torch.nn.Linear(4, 2))})
+    for wrong, told in (({}, "0 models"), ({"model": fabric.setup_module(torch.nn.Linear(4, 2))}, "without an optimi")):
+        with pytest.raises(UnsupportedError, match=told):
+            fabric.strategy.record(wrong)
     fabric.strategy.record(state)
     with pytest.warns(UserWarning, match="is a object, which a training record cannot hold"):
         fabric.strategy.record({**state, "step": object()})
@@ -170,8 +175,7 @@ def test_after_a_resumed_set_up_comes_the_load(tmp_path: Path) -> None:
     Hyperparameters and schedules that the script has changed are reported, and used if it asks for them. A checkpoint
     with an object of a class needs consent.
     """
-    code, _ = launch(FabricRun(str(tmp_path), fail_step=2))
-    assert code != 0
+    assert launch(FabricRun(str(tmp_path), fail_step=2))[0] != 0
     fabric: Any = quiet_fabric(tmp_path / "storage", precision="bf16-mixed")
     module = torch.nn.Sequential(
         torch.nn.Linear(8, 128), torch.nn.BatchNorm1d(128), torch.nn.Dropout(0.3), torch.nn.Linear(128, 3)

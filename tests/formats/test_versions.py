@@ -20,7 +20,7 @@ from lightning_smartinfinity.storage.folders.rank_folder import open_rank_folder
 from lightning_smartinfinity.storage.jobs.jobs import find_jobs
 from lightning_smartinfinity.storage.records.training_record import packed, read_training_records, record_name
 from lightning_smartinfinity.zero3.checkpoints.formats.format_version import EXTRA_KEY
-from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import saved_step
+from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import resumable_states
 from tests.formats.earlier import ARCHIVES, SOURCES, STEPS, extracted, run
 from tests.formats.schemas import ARCHIVED, KIND, NUMBERS, PACKAGES, schemas_of, stored, written
 from tests.helpers import power_loss
@@ -148,7 +148,7 @@ def test_a_version_of_the_package_writes_one_version_of_each_format() -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "resume": lambda path: quiet_trainer(path.parent, precision="32-true").fit(Small(), ckpt_path=path),
     "validate": lambda path: quiet_trainer(path.parent, precision="32-true").validate(Small(), ckpt_path=path),
-    "newest": lambda path: saved_step(path, "global_step", needed=()),
+    "newest": lambda path: resumable_states(path, "global_step", needed=()),
     "scrub": lambda path: main(["scrub", str(path), "--quiet"]),
     "export": lambda path: main(["export", str(path), str(path.parent / "out"), "--to", "lightning"]),
     "universal": lambda path: main(["universal", str(path), "--into", str(path.parent / "out"), "--quiet"]),

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
@@ -50,6 +51,13 @@ class AfterStep(Hook):
     on_train_batch_end = Callback.on_train_batch_end  # type: ignore[assignment]
 
 
+def try_and_search(trainer: Any, module: Any) -> None:
+    """Do what a script may do before its fit: run a few batches, and search the learning rate."""
+    strategy = SmartInfinityStrategy(trainer.strategy._settings.storage)
+    quiet_trainer(trainer.default_root_dir, strategy, fast_dev_run=2).fit(LitTiny(SMALL))
+    Tuner(trainer).lr_find(module, num_training=2, update_attr=False)
+
+
 class Script:
     """Fits that save every two steps into one folder.
 
@@ -71,6 +79,7 @@ class Script:
         then: Callable[[Any], None] = fail,
         hook: type[Hook] = Hook,
         transfer: dict[str, Any] | None = None,
+        before: Callable[[Any, Any], Any] = lambda trainer, module: None,
         **settings: Any,
     ) -> str | None:
         """Fit as one start of the script does, and return what it resumed from."""
@@ -81,6 +90,7 @@ class Script:
         self.trainer = quiet_trainer(self.root, strategy, callbacks=callbacks, **options)
         self.module = LitTiny(self.recipe)
         self._kept.append(self.trainer)
+        before(self.trainer, self.module)
         with pytest.raises(RuntimeError, match="the user's") if fails >= 0 else nullcontext():
             self.trainer.fit(self.module, ckpt_path=start)
         return None if self.trainer.ckpt_path is None else Path(self.trainer.ckpt_path).name
@@ -92,24 +102,27 @@ def test_the_newest_is_resumed(
     """Of storage and checkpoints the one with more steps; of two with as many, the checkpoint; else nothing.
 
     If storage has no room for the state of both, or no place, it is storage: the script could never start otherwise.
-    A checkpoint that holds weights only is no candidate. One that cannot be read ends the fit: it may be the newest.
+    It is storage, too, if the checkpoint was saved within a batch. A search, or a few batches, before the fit change
+    nothing. A checkpoint that holds weights only is no candidate. One that cannot be read ends the fit: it may be the
+    newest. So does a newer training that was moved away.
     """
     script = Script(tmp_path)
-    assert script.fit(fails=3, hook=AfterStep) is None
-    assert script.fit(fails=5) == "storage"  # a record of step 3, and step=2.ckpt
-    model = next((script.saved / "step=4.ckpt").rglob("*model_states.pt"))
-    whole = model.read_bytes()
-    model.write_bytes(whole[: len(whole) // 2])
+    assert script.fit(fails=3, hook=AfterStep, save_on_exception=True) is None
+    assert script.fit(fails=5, before=try_and_search) == "storage"  # a record of step 3, as step=3.ckpt
     before = sorted(tmp_path.glob("storage/*/*/*"))
-    with pytest.raises(CheckpointError, match=r"'storage-or-new' starts from .* the step of .*step=4.ckpt cannot"):
-        script.fit()
-    assert sorted(tmp_path.glob("storage/*/*/*")) == before
-    model.write_bytes(whole)
+    for kind, told in (("model", "the step of .*step=4.ckpt cannot be read"), ("optim", "step=4.ckpt cannot be resum")):
+        file = next((script.saved / "step=4.ckpt").rglob(f"*{kind}_states.pt"))
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(CheckpointError, match=f"'storage-or-new' starts from what is newest, and .*{told}"):
+            script.fit()
+        assert sorted(tmp_path.glob("storage/*/*/*")) == before
+        file.write_bytes(whole)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 10))
         assert script.fit(fails=5) == "storage"
     assert "removes that of an earlier interrupted training" not in caplog.text
-    left(script.root / "storage", generations=1, steps=[9], world_size=1, job="default.aside")  # must not be replaced
+    left(script.root / "storage", generations=1, steps=[1], world_size=1, job="default.aside")  # must not be replaced
     assert script.fit(fails=5) == "storage"
     shutil.rmtree(script.root / "storage/default.aside")
     caplog.clear()
@@ -124,7 +137,12 @@ def test_the_newest_is_resumed(
     assert Path(trainer.ckpt_path or "").name == "step=2.ckpt"
     shutil.rmtree(script.saved)
     assert script.fit(save_weights_only=True) == "storage"
-    assert script.fit(fails=4) is None  # the fit before was complete
+    with pytest.raises(
+        StorageError, match=r"choose to begin at step 0: .* after step 4, was moved to .*'default.aside'"
+    ):
+        script.fit()  # the fit before was complete
+    shutil.rmtree(script.root / "storage/default.aside")
+    assert script.fit(fails=4) is None
     for file in tmp_path.glob("storage/default/*/training-?.bin"):
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(StorageCorruptError, match=r"records of .* are damaged.*from the checkpoint .*step=2.ckpt by"):
@@ -144,9 +162,12 @@ def test_checkpoints_whose_names_have_folders(tmp_path: Path) -> None:
 
 def test_wrong_uses(tmp_path: Path) -> None:
     """Settings that keep nothing are refused, and so are evaluations; a misspelled word is guessed."""
-    nothing = quiet_trainer(tmp_path, transfer={"keep": False})
-    with pytest.raises(ConfigError, match=r"fit\(ckpt_path='storage-or-new'\) resumes from storage, but the settings"):
-        nothing.fit(LitTiny(SMALL), ckpt_path=START)
+    for settings, told in (
+        ({"transfer": {"keep": False}}, r"fit\(ckpt_path='storage-or-new'\) resumes from storage, but the settings"),
+        ({"callbacks": [LearningRateFinder()]}, r"LearningRateFinder would first .* fit: Tuner\(trainer\).lr_find"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            quiet_trainer(tmp_path, **settings).fit(LitTiny(SMALL), ckpt_path=START)  # type: ignore[arg-type]
     for start in (START, "storage"):
         with pytest.raises(ConfigError, match=rf"validate\(ckpt_path='{start}'\) cannot work: only fit goes on"):
             quiet_trainer(tmp_path).validate(LitTiny(replace(SMALL, validate=True)), ckpt_path=start)
@@ -351,8 +372,7 @@ def test_a_fit_goes_on_without_a_lost_folder(tmp_path: Path, caplog: pytest.LogC
     for _ in range(2):
         with pytest.raises(StorageError, match=f"'{folders[1]}' lacks its part") as caught:
             script.fit(start="storage", storage=folders)
-    (path,) = re.findall(r"ckpt_path='(.*?)'", caught.value.remedy)
-    (storage,) = re.findall(r"storage=(\[.*?\])", caught.value.remedy)
+    ((path, storage),) = re.findall(r"ckpt_path='(.*?)'.*storage=(\[.*?\])", caught.value.remedy)
     assert path == str(tmp_path / "saved/step=4.ckpt")
     left(tmp_path / "other", generations=1, steps=[9], world_size=1)  # of another training; its drive is mounted there
     (tmp_path / "other").rename(folders[1])

@@ -137,8 +137,8 @@ class SmartInfinityFabricStrategy(TrainingSession, DeepSpeedStrategy):
 
         Then call ``fabric.load("storage", state)``: it restores the state that was last passed to :meth:`record`.
         With ``"storage-or-new"`` it resumes from the newest of storage and ``checkpoints`` by optimizer steps (of equal
-        ones a checkpoint), or begins, where ``fabric.load("storage-or-new", state)`` changes nothing. ``fabric.load``
-        takes either word.
+        ones a checkpoint, unless it was saved between backward and step), or begins, where
+        ``fabric.load("storage-or-new", state)`` changes nothing. ``fabric.load`` takes either word.
 
         Args:
             start: ``"storage"``, or ``"storage-or-new"``.

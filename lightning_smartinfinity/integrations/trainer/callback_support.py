@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -34,7 +35,7 @@ from torch.optim import Optimizer
 
 from lightning_smartinfinity.common.patches import Shared, wrapped
 from lightning_smartinfinity.common.update_rules import optimizer_names
-from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.integrations.session import TrainingSession
 
 __all__ = [
@@ -46,6 +47,8 @@ __all__ = [
     "averages_weights",
     "configured_optimizer",
     "copy_around_training",
+    "is_trial",
+    "refuse_search",
     "synchronize_layers",
     "warn_of_changed_weights",
 ]
@@ -270,6 +273,28 @@ def admit_batch_size_search(strategy: TrainingSession) -> Callable[[], object]:
     """
     _SEARCHING.begin()
     return weakref.finalize(strategy, _SEARCHING.end)
+
+
+def is_trial(trainer: pl.Trainer) -> bool:
+    """Return whether a Trainer runs a ``Tuner``'s search, or a few batches, before the fit that the user wants."""
+    callbacks = vars(trainer)["callbacks"]
+    return bool(vars(trainer)["fast_dev_run"]) or any(getattr(one, "_early_exit", False) for one in callbacks)
+
+
+def refuse_search(trainer: pl.Trainer, start: str) -> None:
+    """Refuse a fit that may resume from storage, and whose callbacks search first: the search would take steps on it.
+
+    Raises:
+        ConfigError: The Trainer has such a callback.
+    """
+    for one in vars(trainer)["callbacks"]:
+        if isinstance(one, (LearningRateFinder, BatchSizeFinder)):
+            search = "lr_find" if isinstance(one, LearningRateFinder) else "scale_batch_size"
+            raise ConfigError(
+                f"fit(ckpt_path={start!r}) may resume a training, and {type(one).__name__} would first change its "
+                "state on storage.",
+                f"Leave the callback out, and search before the fit: Tuner(trainer).{search}(module).",
+            )
 
 
 def _check_search(check: Callable[..., None], trainer: pl.Trainer) -> None:

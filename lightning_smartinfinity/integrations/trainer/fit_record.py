@@ -19,13 +19,14 @@ from typing_extensions import override
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
 from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.integrations.trainer.callback_support import refuse_search
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import (
     CheckpointIndex,
     checkpoints_of,
     model_checkpoints,
 )
 from lightning_smartinfinity.resume.fit_loaders import FitLoaders
-from lightning_smartinfinity.resume.fit_point import Following, following, is_at_end, settle
+from lightning_smartinfinity.resume.fit_point import Following, following, is_at_end, is_within_step, settle
 from lightning_smartinfinity.resume.loops import (
     begin_next_epoch,
     continue_epoch,
@@ -111,7 +112,7 @@ class TrainerFitRecord(FitRecord):
 
         Raises:
             ConfigError: It resumes, but the settings keep nothing to resume from, or the run is not a fit, or one with
-                ``fast_dev_run``.
+                ``fast_dev_run`` or a callback that searches first.
             CheckpointError, StorageError: It resumes from what is newest, which cannot be told.
         """
         self.end()
@@ -130,6 +131,7 @@ class TrainerFitRecord(FitRecord):
             )
         if doing == TrainerFn.FITTING:
             self.resume_next(settings.transfer, what=f"fit(ckpt_path={given!r})")
+            refuse_search(trainer, given)
             if given == STORAGE_OR_NEW:
                 self._choose_start(trainer, settings, settle=settle)
             if self.resumes and trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -146,8 +148,8 @@ class TrainerFitRecord(FitRecord):
         weights_only = passed_to_run(trainer, "weights_only")
         with loading_policy(weights_only, consent="weights_only=False to Trainer.fit"):
             paths = partial(checkpoints_of, trainer)
-            steps = steps_of(paths, "global_step", settings=settings, needed=RESUMED_FROM)
-        start = choose_start(settings, steps, is_removed=settle())
+            steps = steps_of(paths, "global_step", settings=settings, needed=RESUMED_FROM, is_within=is_within_step)
+            start = choose_start(settings, steps, is_removed=settle())
         self.resumes = start.source is Source.STORAGE
         start_from(trainer, STORAGE if self.resumes else start.checkpoint)
         rank_zero_info(f"fit(ckpt_path={STORAGE_OR_NEW!r}): {start.reason}")

@@ -42,6 +42,7 @@ from lightning_smartinfinity.integrations.trainer.callback_support import (
     averages_weights,
     configured_optimizer,
     copy_around_training,
+    is_trial,
     synchronize_layers,
     warn_of_changed_weights,
 )
@@ -228,6 +229,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         self._saves_after_error.begin_run(trainer)
         self._plan_fit()
         self._fit_record.begin_run(trainer, self._settings, settle=self._settle_earlier)
+        self._is_trial = is_trial(trainer)
         if trainer.state.fn is TrainerFn.FITTING and self.model is not None:
             self.model = synchronize_layers(
                 self.model, self._layer_sync, device=self.root_device, ranks=self.world_size
@@ -259,7 +261,7 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         super().on_train_start()
         shutdown.abandon_soon_after_sigterm()
         assert self._training_engine is not None
-        self._fit_record.begin_fit(self._trainer, self._training_engine, self._settings.transfer)
+        self._fit_record.begin_fit(self._trainer, self._training_engine, self._settings_of_state.transfer)
         if averages_weights(self._trainer):
             self._training_engine.optimizer.outside_writes.unrecorded = "no record holds the average of WeightAveraging"
 
@@ -472,7 +474,8 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         if self._checkpoint_index is not None:
             self._checkpoint_index.roll_back()
             self._checkpoint_index = None
-        self._fit_record.end_fit(self._settings, self._rank_state, completed=completed, says=self.is_global_zero)
+        settings = self._settings_of_state
+        self._fit_record.end_fit(settings, self._rank_state, completed=completed, says=self.is_global_zero)
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:

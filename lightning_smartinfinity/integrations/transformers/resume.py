@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
+from lightning_smartinfinity.resume.start import SavedStep
 from lightning_smartinfinity.storage.folders.replacement import flush, flush_names, flush_tree
 from lightning_smartinfinity.storage.io.files import listed, unless_removed
 from lightning_smartinfinity.storage.io.os_errors import in_short, storage_errors
@@ -75,7 +76,7 @@ def checkpoint_to_resume(given: str | bool | None, output_dir: str, *, warn: boo
     return given if found is None else str(found)
 
 
-def steps_of_checkpoints(output_dir: str, *, warn: bool) -> tuple[dict[str, int], CheckpointError | None]:
+def steps_of_checkpoints(output_dir: str, *, warn: bool) -> tuple[dict[str, SavedStep], CheckpointError | None]:
     """Return the step of the newest checkpoint that a training can resume from, by its path. Collective.
 
     Args:
@@ -93,7 +94,7 @@ def steps_of_checkpoints(output_dir: str, *, warn: bool) -> tuple[dict[str, int]
     with raising_together():
         found, fault = _newest_resumable(output_dir, warn=warn)
     fault = next((each for each in gather(fault, None) if each is not None), None)
-    return ({} if found is None else {str(found): _number_of(found) or 0}), fault
+    return ({} if found is None else {str(found): SavedStep(_number_of(found) or 0)}), fault
 
 
 def begin_checkpoint(folder: str, *, resumable: bool) -> None:

@@ -32,7 +32,7 @@ from lightning_smartinfinity.zero3.checkpoints.folders.note import write_note
 from lightning_smartinfinity.zero3.checkpoints.folders.staged_save import LATEST
 from lightning_smartinfinity.zero3.checkpoints.formats import optimizer_state
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint
-from lightning_smartinfinity.zero3.checkpoints.formats.client_state import MODEL_KEY
+from lightning_smartinfinity.zero3.checkpoints.formats.client_state import GRADIENTS_LEFT_OUT, MODEL_KEY
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import find_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import RANK_KEY, SAVE_ID
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import TensorFile
@@ -270,7 +270,13 @@ class SmartInfinityEngine(PortableEngine):
             self.saves.note_leader(save_dir, leads=staging.leads)
             # Every file of one save contains its id, so that a mixture of two saves is recognised.
             self.optimizer.save_id = staging.save_id
-            named = {SAVE_ID: staging.save_id, RANK_KEY: self.global_rank, MODEL_KEY: describe_models(self.module)}
+            named: ClientState = {
+                SAVE_ID: staging.save_id,
+                RANK_KEY: self.global_rank,
+                MODEL_KEY: describe_models(self.module),
+            }
+            if self.optimizer.rank_state.has_gradients:
+                named[GRADIENTS_LEFT_OUT] = True
             left_open: list[TensorFile] = []
             with ExitStack() as contexts:
                 if pinned is not None:

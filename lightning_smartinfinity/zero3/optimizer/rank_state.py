@@ -222,9 +222,14 @@ class RankState:
         if self._has_arena:
             self.arena.step_rolled_back()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for a step."""
+        return self._has_arena and bool(self.arena.active.any())
+
     def warn_of_gradients_left_out(self, path: str | Path) -> None:
         """Warn if a checkpoint is saved while gradients wait for a step; no checkpoint holds gradients."""
-        if self._has_arena and self.arena.active.any():
+        if self.has_gradients:
             warnings.warn(
                 f"The checkpoint {path} is saved between backward and step, and holds no gradients: a training that "
                 "resumes from it takes its first step without those that wait for the step. Save after the step.",

@@ -29,7 +29,7 @@ from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup.archiving import put_together, seen_parts
 from lightning_smartinfinity.zero3.setup.reopening import newest_common
 
-__all__ = ["FoundTraining", "archived_bytes", "find_interrupted", "next_record"]
+__all__ = ["FoundTraining", "archived_bytes", "archived_step", "find_interrupted", "next_record"]
 
 
 class FoundTraining(NamedTuple):
@@ -78,6 +78,20 @@ def find_interrupted(settings: StrategySettings, group: ProcessGroup | None) -> 
     except StorageError:  # what was archived before must stay
         has_room = False
     return FoundTraining(newest, any(one.condition is Condition.DAMAGED for one in found), has_room)
+
+
+def archived_step(settings: StrategySettings, group: ProcessGroup | None) -> int | None:
+    """Return the newest step of the trainings in ``<job>.aside`` that can be resumed, None without one. Collective.
+
+    Raises:
+        StorageError: A folder or file cannot be read; raised on every rank.
+    """
+    job, archive = settings.transfer.job, f"{settings.transfer.job}{ARCHIVE}"
+    offload = OffloadSettings(**vars(settings))
+    archived = trainings_in(movers_of(seen_parts(offload, [archive, job], group)), archive, job)
+    folders = gather([folder.absolute() for folder in offload.storage], group)
+    resumable = (one for one in archived if one.condition is Condition.RESUMABLE and one.belongs_to(folders))
+    return max((one.step for one in resumable), default=None)
 
 
 def next_record(settings: StrategySettings, group: ProcessGroup | None) -> TrainingRecord:

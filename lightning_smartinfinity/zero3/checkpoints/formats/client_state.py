@@ -15,6 +15,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import RANK
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 __all__ = [
+    "GRADIENTS_LEFT_OUT",
     "MODEL_KEY",
     "RESERVED_KEYS",
     "loss_scaler_of",
@@ -26,6 +27,9 @@ __all__ = [
 
 MODEL_KEY = "smart_infinity_models"
 """Key of a checkpoint's description of the transformers models in its module."""
+
+GRADIENTS_LEFT_OUT = "smart_infinity_gradients_left_out"
+"""Key of a checkpoint that was saved while gradients waited for a step."""
 
 RESERVED_KEYS = frozenset(
     {
@@ -52,6 +56,7 @@ RESERVED_KEYS = frozenset(
         SAVE_ID,
         RANK_KEY,
         MODEL_KEY,
+        GRADIENTS_LEFT_OUT,
     }
 )
 """Keys of the file that users may not use."""

@@ -28,8 +28,9 @@ from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import 
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import load_file
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.ranks.file_systems import first_seen, places_of
+from lightning_smartinfinity.zero3.untyped import SavedState
 
-__all__ = ["FoundCheckpoint", "await_seen", "find_checkpoint", "saved_step"]
+__all__ = ["FoundCheckpoint", "await_seen", "find_checkpoint", "resumable_states"]
 
 _MERGE = (
     "Start as many processes as saved it, on the same machines in the same order, or copy the parts of all machines "
@@ -69,14 +70,14 @@ class _Seen(NamedTuple):
     saved_at: float
 
 
-def find_checkpoint(path: str | Path, *, bf16: bool, latest: bool = False) -> FoundCheckpoint:
+def find_checkpoint(path: str | Path, *, bf16: bool | None, latest: bool = False) -> FoundCheckpoint:
     """Find the folder with the processes' files in a checkpoint for an engine to load.
 
     This is a collective: if one rank finds a fault, every rank raises.
 
     Args:
         path: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
-        bf16: Whether the engine that will load it trains in bf16.
+        bf16: Whether the engine that will load it trains in bf16; None: not known yet.
         latest: Whether to require the file ``latest``, which is written last.
 
     Raises:
@@ -104,7 +105,7 @@ def find_checkpoint(path: str | Path, *, bf16: bool, latest: bool = False) -> Fo
     return FoundCheckpoint(found[rank].folder, len(saved), in_parts)
 
 
-def _found_by_all(path: str | Path, bf16: bool) -> list[_Seen]:
+def _found_by_all(path: str | Path, bf16: bool | None) -> list[_Seen]:
     """Return what each rank sees of a checkpoint; if a rank sees nothing of it, every rank raises."""
     found, problem = _look_together(path, bf16)
     if None in found and any(found):
@@ -118,7 +119,7 @@ def _found_by_all(path: str | Path, bf16: bool) -> list[_Seen]:
 
 
 def _look_together(
-    path: str | Path, bf16: bool, tag: str | None = None
+    path: str | Path, bf16: bool | None, tag: str | None = None
 ) -> tuple[list[_Seen | None], CheckpointError | None]:
     """Return what each rank sees of a checkpoint (None: nothing), and the reason if this rank sees nothing."""
     seen: _Seen | None = None
@@ -128,7 +129,7 @@ def _look_together(
     return gather(seen, None), problem
 
 
-def _look(path: str | Path, bf16: bool, tag: str | None) -> tuple[_Seen | None, CheckpointError | None]:
+def _look(path: str | Path, bf16: bool | None, tag: str | None) -> tuple[_Seen | None, CheckpointError | None]:
     """Return what this rank sees of a checkpoint, or the reason why it sees nothing."""
 
     def look() -> _Seen:
@@ -136,7 +137,8 @@ def _look(path: str | Path, bf16: bool, tag: str | None) -> tuple[_Seen | None, 
         files = optimizer_files(folder)
         if not files:
             raise CheckpointError(f"{folder} holds no ZeRO-3 optimizer states.", "Pass a ZeRO-3 checkpoint.")
-        _check_precision(files, bf16)
+        if bf16 is not None:
+            _check_precision(files, bf16)
         models = frozenset(map(saved_by, model_files(folder)))
         return _Seen(
             folder=folder,
@@ -155,12 +157,12 @@ def _look(path: str | Path, bf16: bool, tag: str | None) -> tuple[_Seen | None, 
         return None, error
 
 
-def saved_step(path: str | Path, key: str, *, needed: Collection[str]) -> int | None:
-    """Return the number of steps after which a checkpoint was saved; None if no training can resume from it.
+def resumable_states(path: str | Path, key: str, *, needed: Collection[str]) -> SavedState | None:
+    """Return the model states of a checkpoint, mapped; None if no training can resume from it.
 
     Args:
         path: The checkpoint, or this machine's part of it.
-        key: Key of the number in the files with the model states.
+        key: Key of the number of steps after which it was saved.
         needed: Keys without which no training can resume, as with ``save_weights_only=True``.
 
     Raises:
@@ -171,10 +173,10 @@ def saved_step(path: str | Path, key: str, *, needed: Collection[str]) -> int | 
         files = model_files(folder)
         if not files:
             raise CheckpointError(f"{folder} holds no model states.", "Pass a ZeRO-3 checkpoint.")
-        states = load_file(min(files), map_location="cpu", mmap=True)
+        states: SavedState = load_file(min(files), map_location="cpu", mmap=True)
         if not isinstance(states, Mapping) or not isinstance(states.get(key, 0), int):
             raise CheckpointError(f"{min(files)} does not hold the states of a process.", "Use another checkpoint.")
-        return int(states[key]) if {key, *needed} <= states.keys() else None
+        return states if {key, *needed} <= states.keys() else None
 
 
 def await_seen(path: str | Path) -> None:

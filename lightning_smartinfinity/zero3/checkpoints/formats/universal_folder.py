@@ -87,11 +87,15 @@ class UniversalFolder(SavedTraining):
     def _check_model_states(self) -> None:
         self._check([self.model_file(rank) for rank in range(self.num_saved)], tensors=True)
 
-    @override
-    def check_arrays(self, names: Collection[str]) -> Checksums:
+    def require_arrays(self, names: Collection[str]) -> None:
+        """Check that these arrays of all trained parameters exist, without reading them."""
         for name, shape in self.shapes.items():
             for array in names:
                 self.require_array(name, array, numel=shape.numel())
+
+    @override
+    def check_arrays(self, names: Collection[str]) -> Checksums:
+        self.require_arrays(names)
         self._check(sorted(file for name in names for file in self.path.glob(f"zero/*/{name}.pt")), tensors=True)
         return {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection
+from contextlib import closing
 from itertools import zip_longest
 from pathlib import Path
 
@@ -20,14 +21,18 @@ from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import 
     saved_by,
 )
 from lightning_smartinfinity.zero3.checkpoints.formats.found_checkpoint import FoundCheckpoint, find_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.formats.saved_training import MASTERS, SavedTraining
 from lightning_smartinfinity.zero3.checkpoints.formats.saved_weights import RANK_KEY, SAVE_ID, require_rank
 from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import check_records
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import check_plain, load_file
+from lightning_smartinfinity.zero3.checkpoints.formats.universal_folder import UniversalFolder, is_universal
+from lightning_smartinfinity.zero3.checkpoints.formats.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.untyped import SavedState, ZeroEngine
 
 __all__ = [
     "check_checkpoint",
+    "check_files",
     "check_frozen",
     "check_needed",
     "check_same_save",
@@ -60,6 +65,32 @@ def check_checkpoint(
         _check_parameters(states, engine)
         if strict:
             check_frozen(engine.module, states, folder)
+
+
+def check_files(path: str | Path) -> None:
+    """Check that all files that a load of a checkpoint needs are there and can be opened. Collective.
+
+    Everything is verified but the arrays of trained parameters, whatever the number of processes that saved it. No
+    engine is needed.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is incomplete or damaged; raised on every rank.
+    """
+    saved: SavedTraining
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if is_universal(path):
+        saved = universal = UniversalFolder(Path(path), rank=rank, world_size=world_size)
+        with raising_together(), reading_checkpoint(path):
+            universal.require_arrays((MASTERS, *universal.arrays))
+    else:
+        found = find_checkpoint(path, bf16=None)
+        if found.in_parts:
+            with raising_together(), reading_checkpoint(path):
+                _check_own_share(found.folder, in_parts=True)
+            return
+        saved = ZeroFolder.of(found)
+    with raising_together(), reading_checkpoint(path), closing(saved):
+        saved.check_states()
 
 
 def check_weights(path: str | Path, *, engine: ZeroEngine) -> FoundCheckpoint:
