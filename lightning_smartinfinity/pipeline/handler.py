@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -123,8 +124,125 @@ class TransferHandler:
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether a step keeps the current generation; False with one place per tasklet (``durability="none"``)."""
-        return self._layout.extents.places_per_tasklet > 1
+        """Whether the step in flight, or any step, keeps the current generation.
+
+        It does not with one place per tasklet (``durability="none"``), nor once it changes state that is in memory only
+        (``durability="interval"``).
+        """
+        if self._step is None or self._is_committed(self._step):
+            return self._layout.extents.places_per_tasklet > 1
+        return not self._step.overwrites
+
+    @property
+    def unsafe(self) -> str:
+        """The setting with which a failed step cannot be rolled back."""
+        return f"durability={'interval' if self.writes_back else 'none'!r}"
+
+    def _is_committed(self, step: Step) -> bool:
+        return self._store.generation == step.generation and self._layout.extents.places_per_tasklet > 1
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether generations, and the state of resident tasklets, are written to storage only by :meth:`persist`."""
+        return self._store.writes_back
+
+    def write_back(self) -> None:
+        """From now on, write resident tasklets to storage only by :meth:`persist`.
+
+        Raises:
+            StorageFullError: The file systems have no room for the places that this needs.
+            StorageError: A state file cannot be extended.
+        """
+        self._require_no_step()
+        self._store.write_back(self._layout.num_resident)
+
+    def write_through(self) -> None:
+        """End :meth:`write_back`; nothing has changed since."""
+        self._store.write_through()
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the current generation is complete on storage."""
+        return not self.writes_back or self._store.stored_generation == self.generation
+
+    @property
+    def num_resident(self) -> int:
+        """Number of tasklets whose state stays in host memory."""
+        return self._layout.num_resident
+
+    @property
+    def stored_step(self) -> int | None:
+        """Optimizer steps of the training from which it would resume from storage now; None if it would not."""
+        stored = self._store.records.stored
+        return stored.step if stored is not None and self.is_resumable else None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a pinned state is kept; then :meth:`persist` must not be called."""
+        return self._store.is_pinned
+
+    @property
+    def may_persist(self) -> bool:
+        """Whether :meth:`persist` may be called: no step is in flight, and nothing is pinned."""
+        return self._step is None and not self.is_pinned
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the training record made last is of the current generation."""
+        return self._store.is_recorded
+
+    def persist(self, *, together: Together = nullcontext, deadline: float = math.inf) -> None:
+        """Complete the current generation on storage, with its training record, if that was made.
+
+        Args:
+            together: Context entered around writing. With several ranks it must raise on every rank if its body raised
+                on one, so that no rank gives up the generation on storage while another cannot replace it.
+            deadline: Time of ``time.monotonic`` by which writing must be done.
+
+        Raises:
+            StorageTimeoutError: It would take until after the deadline.
+            StorageError: It could not be written. The generation before stays on storage, and state in memory is
+                unchanged.
+        """
+        self._require_no_step()
+        placement, changed = self._store.begin_persist()
+        whole = False
+        try:
+            with together():
+                self._access.write_resident(placement, changed, deadline=deadline)
+                self._store.persist(placement, deadline=deadline)
+            whole = True
+        finally:
+            self._store.end_persist(whole=whole)
+
+    @property
+    def stores_provisional(self) -> bool:
+        """Whether the current generation is on storage with a provisional record; the same on all ranks."""
+        records = self._store.records
+        return self.writes_back and self.is_stored and self.is_resumable and records.is_provisional(records.stored)
+
+    @property
+    def is_fully_recorded(self) -> bool:
+        """Whether the training record made last is of the current generation, and not provisional."""
+        return self.is_recorded and not self._store.records.is_provisional(self.training)
+
+    def renew_record(self, *, together: Together = nullcontext) -> None:
+        """Store the current record beside the provisional one of the same generation, which is on storage.
+
+        Args:
+            together: As for :meth:`persist`.
+
+        Raises:
+            StorageError: It could not be written. The provisional one stays.
+        """
+        self._store.begin_renewal()
+        whole = False
+        try:
+            with together():
+                self._store.renew_record()
+            whole = True
+        finally:
+            self._store.end_renewal(whole=whole)
 
     @property
     def has_direct_io(self) -> bool:
@@ -236,7 +354,7 @@ class TransferHandler:
                 step of the rank that failed stays in flight, and its rollback raises the same error.
         """
         step = self.step
-        with committing(self._store, step.generation, together):
+        with committing(self._store, step.generation, together, overwritten=lambda: step.overwrites):
             step.commit()
         with together() if step.batches.has_residual else nullcontext():
             self._after_commit(step)
@@ -261,6 +379,9 @@ class TransferHandler:
 
         The record's generation is on storage if at most one generation has been committed since.
         """
+        if self.writes_back:
+            stored = self._store.records.stored
+            return stored is not None and stored.generation == self._store.stored_generation
         record = self._store.training
         self.complete_record()
         if record is None:
@@ -274,7 +395,20 @@ class TransferHandler:
         """The error that kept the training record's residual from being written, or None."""
         return self._store.records.residual_failure
 
-    def record_training(self, *, step: int, content: bytes, residual: NDArray[np.float32] | None) -> None:
+    @property
+    def awaits_record(self) -> bool:
+        """Whether state in memory, or the step in flight, is newer than the training record made last."""
+        record = self._store.training
+        return self.writes_back and record is not None and record.generation < self._recorded_next
+
+    @property
+    def _recorded_next(self) -> int:
+        """The generation that a record made now belongs to."""
+        return self._store.generation + (self._step is not None and self._step.is_complete)
+
+    def record_training(
+        self, *, step: int, content: bytes, residual: NDArray[np.float32] | None, moment: str = ""
+    ) -> None:
         """Write what the training needs, besides the optimizer state, to resume after the step begun last.
 
         The record takes effect when that step is committed. It must be written before the next step begins.
@@ -284,14 +418,19 @@ class TransferHandler:
             content: The serialized state of the training.
             residual: Memory of the residual of compressed gradients; None means there is none. A thread writes it after
                 the step's commit, while the training continues; :meth:`complete_record` waits for it.
+            moment: As for :meth:`TrainingRecords.write`.
 
         Raises:
             StorageError: The record could not be written. The previous record is intact.
         """
-        follows = self._step is not None and self._step.is_complete
-        generation, has_steps = self._store.generation + follows, follows or self._num_steps > 0
+        generation = self._recorded_next
         self._store.record_training(
-            generation=generation, step=step, content=content, has_steps=has_steps, residual=residual
+            generation=generation,
+            step=step,
+            content=content,
+            has_steps=generation > self._store.generation or self._num_steps > 0,
+            residual=residual,
+            moment=moment,
         )
 
     def rewrite_record(self, content: bytes) -> None:
@@ -344,12 +483,12 @@ class TransferHandler:
         """
         step = self.step
         step.stop()
-        if self.can_roll_back and self._store.generation == step.generation:
+        if self._is_committed(step):
             self._after_commit(step)
             return
         if step.overwrites:
             raise StorageError(
-                "A step cannot be rolled back with TransferConfig(durability='none'): it overwrote the state.",
+                f"A step cannot be rolled back with TransferConfig({self.unsafe}): it overwrote the state.",
                 "Resume from a checkpoint, and use durability='step' to survive such a failure.",
             ) from step.failure
         step.read_back()

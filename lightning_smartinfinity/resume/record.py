@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lightning_smartinfinity.common.interrupts import dies_of_sigterm, end_on_sigterm
 from lightning_smartinfinity.common.last_error import notice_exit
 from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.resume.record_content import content_of, read_content
@@ -46,14 +47,15 @@ class RecordWriter:
         self._recorded: TrainingRecord | None = None
         engine.optimizer.outside_writes.unrecorded = None
 
-    def record(self, loop: ClientState, *, step: int) -> None:
-        """Write a record, between two batches.
+    def record(self, loop: ClientState, *, step: int, moment: str = "") -> None:
+        """Make a record, between two batches, and write it unless it is written at an interval.
 
         A record that cannot be written is no reason to end the training: it warns, once.
 
         Args:
             loop: What the loop needs to go on.
             step: Optimizer steps of the training so far.
+            moment: Name of the moment of a provisional record, made between a step and its record.
         """
         from lightning_smartinfinity.zero3.engine.record import describe_engine
 
@@ -73,11 +75,17 @@ class RecordWriter:
             )
             return
         try:
-            handler.record_training(step=step, content=content, residual=None if residual is None else residual.numpy())
+            handler.record_training(
+                step=step,
+                content=content,
+                residual=None if residual is None else residual.numpy(),
+                moment=moment,
+            )
             record = handler.training
             assert record is not None
             keeping.recorded(has_steps=record.has_steps)
-            self._warn_of_gap(record)
+            if not handler.writes_back:
+                self._warn_of_gap(record)
         except StorageError as error:
             keeping.failed = True
             self._warn(f"a training record could not be written. {error}")
@@ -98,6 +106,24 @@ class RecordWriter:
         except StorageError as error:
             rank_state.keeping.failed = True
             self._warn(f"a training record could not be written. {error}")
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether state in memory is newer than the last record."""
+        return self._is_on and self._engine.optimizer.rank_state.handler.awaits_record
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether state stays in memory, and an earlier one cannot be resumed from."""
+        return self._is_on and self._engine.optimizer.rank_state.handler.writes_back
+
+    def release_signals(self) -> None:
+        """Handle Ctrl-C or SIGTERM that came since the step; this may raise KeyboardInterrupt or SystemExit."""
+        self._engine.optimizer.rank_state.held_signals.release()
+
+    def persist(self) -> None:
+        """Write the state that belongs to the record, if that is due and no update of it is in flight. Collective."""
+        self._engine.optimizer.persistence.write()
 
     @property
     def _is_on(self) -> bool:
@@ -145,11 +171,14 @@ class FitRecord:
 
     Attributes:
         loop_keys: Keys that the loop's part of a record needs.
+        ends_on_sigterm: Whether SIGTERM ends the training like an error, so that state in memory is written; if not,
+            the loop does so itself.
         calls, automatic: As passed.
         resumes: Whether the training that is being set up resumes from the state that an interrupted one has left.
     """
 
     loop_keys: frozenset[str] = frozenset()
+    ends_on_sigterm = True
 
     def __init__(self, calls: UserCalls, *, gap: str, automatic: bool) -> None:
         self.calls, self._gap, self.automatic = calls, gap, automatic
@@ -202,6 +231,11 @@ class FitRecord:
         if transfer.is_resumable:
             notice_exit()
             self._writer = RecordWriter(engine, gap=self._gap)
+            from lightning_smartinfinity.zero3.ranks.watchdog import hear_sigterm
+
+            if self.ends_on_sigterm and engine.optimizer.rank_state.writes_back:
+                end_on_sigterm()
+                hear_sigterm()
         elif says and transfer.keep is not False:
             _log.warning(
                 "An interrupted training cannot be resumed from storage here: durability=%r leaves its state half "
@@ -214,6 +248,23 @@ class FitRecord:
         """Write a record, as :meth:`RecordWriter.record` does; :meth:`begin` has been called."""
         assert self._writer is not None
         self._writer.record(loop, step=step)
+        self._writer.release_signals()
+        self._writer.persist()
+
+    def record_moment(self, loop: ClientState, *, step: int, moment: str) -> None:
+        """Make a provisional record, as :meth:`RecordWriter.record` does; :meth:`begin` has been called."""
+        assert self._writer is not None
+        self._writer.record(loop, step=step, moment=moment)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a training is recorded whose state in memory is newer than its last record."""
+        return self._writer is not None and self._writer.is_behind
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether a training is recorded whose state is in memory only, except for that written at an interval."""
+        return self._writer is not None and self._writer.writes_back
 
     def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
         """Change the last record, as :meth:`RecordWriter.rewrite` does; :meth:`begin` has been called."""
@@ -309,6 +360,8 @@ class FitRecord:
     def end(self) -> None:
         """Record no longer."""
         self._writer = None
+        if self.ends_on_sigterm:
+            dies_of_sigterm()
 
 
 def _restore(engine: SmartInfinityEngine, *, frozen: int) -> ClientState:

@@ -184,15 +184,25 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def observed(look: Callable[[], None]) -> Iterator[None]:
-    """Call a function before and after every call that flushes or renames."""
+    """Call a function before and after every call that flushes or renames, except for those that it makes itself."""
+    is_looking = False
+
+    def look_once() -> None:
+        nonlocal is_looking
+        if not is_looking:
+            is_looking = True
+            try:
+                look()
+            finally:
+                is_looking = False
 
     def looking(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            look()
+            look_once()
             try:
                 return original(*args, **kwargs)
             finally:
-                look()
+                look_once()
 
         return call
 

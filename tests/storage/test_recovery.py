@@ -31,7 +31,7 @@ from lightning_smartinfinity.storage.jobs.removal import remove_job
 from lightning_smartinfinity.storage.jobs.trainings import Condition, trainings_in
 from lightning_smartinfinity.storage.records import record_writes
 from lightning_smartinfinity.storage.records.sealed import crc32c
-from lightning_smartinfinity.storage.records.training_record import TrainingRecord, record_name
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord, read_training_records, record_name
 from lightning_smartinfinity.storage.spread import Placement
 from lightning_smartinfinity.storage.state.commit_record import (
     CommitRecord,
@@ -296,6 +296,23 @@ def test_a_training_record_that_fails_has_a_number(tmp_path: Path, monkeypatch: 
     store.close(remove=False)
     _, records = find_resumable([tmp_path], job="default", rank=0)
     assert [(record.number, record.step) for record in records] == [(4, 3)]
+
+
+def test_a_record_that_is_withdrawn_spares_the_one_before(tmp_path: Path) -> None:
+    """So do a write at an interval that fails and a step that is rolled back then: the next record replaces theirs."""
+    store, withdrawn = create([tmp_path]), False
+    store.records.hold(True, flush=False)
+    for generation in (2, 4, 4):
+        store.records.write(generation=generation, step=generation, content=b"", has_steps=True, residual=None)
+        store.records.begin_store()
+        store.records.store(generation + 1)  # as it is called on storage
+        if generation == 4 and not withdrawn:
+            withdrawn = True
+            store.records.withdraw()
+            store.records.forget_behind(generation)
+    found = read_training_records(OpenFolder(tmp_path / "default/rank-00000"), identity=store.identity)
+    store.close(remove=True)
+    assert [(record.number, record.step) for record in found] == [(4, 4), (1, 2)]
 
 
 def test_a_kill_before_the_first_training_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from lightning_smartinfinity.storage.state.parts import find_parts
 from lightning_smartinfinity.zero3.setup import rank_migration
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
+from tests.helpers.streamed_state import WRITTEN_BACK
 from tests.training.storage_worker import CHANGE, StorageRun, end_of, fit, launch, steps_of
 
 # Nothing depends on random numbers, which differ when the number of processes has changed.
@@ -67,6 +68,12 @@ OTHERS: list[tuple[int, int, dict[str, Any]]] = [
         },
     ),
     (3, 2, {"transfer": {"keep": True}}),
+    (2, 1, {"transfer": WRITTEN_BACK}),
+    (
+        2,
+        3,
+        {"transfer": {**WRITTEN_BACK, "persist_every": 2, "dram_cache_bytes": 30_000}, "options": {"overlap": "none"}},
+    ),
     (1, 2, {"options": {"compression": {"ratio": 0.1}}}),  # a residual that begins at zero
 ]
 

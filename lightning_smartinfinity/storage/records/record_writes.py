@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from lightning_smartinfinity.storage.records.training_record import (
     packed,
     read_training_records,
     record_name,
+    remove_training_record,
     residual_of,
     write_training_record,
 )
@@ -36,14 +38,18 @@ class TrainingRecords:
         options: Options for writing residuals; records are flushed and limited in time likewise.
 
     Attributes:
-        current: The record written or resumed from last; None if there is none.
-        run: ``TrainingRecord.run`` of the records to write.
+        current: The record made or resumed from last; None if there is none.
+        stored: The record written or resumed from last; None if there is none.
+        holds: Whether :meth:`write` only keeps the record in memory, until :meth:`store` writes and flushes it.
+        run: ``TrainingRecord.run`` of the records to write, except for provisional ones.
         residual_failure: Error of the last finished write of a residual, or None.
         nbytes: Bytes of the records and residuals written so far.
     """
 
     def __init__(self, folder: RankFolder, *, identity: native.Identity, options: WriteOptions) -> None:
         self.current: TrainingRecord | None = None
+        self.stored: TrainingRecord | None = None
+        self.holds = False
         self.run = bytes(identity.job)
         self.residual_failure: StorageError | None = None
         self.nbytes = 0
@@ -56,8 +62,21 @@ class TrainingRecords:
         self._last_number: int | None = None
         self._last_generation = -1
         self._before: TrainingRecord | None = None  # the one before the current one
+        self._attempt = 0  # number of the record to store
+        self._stored_before: TrainingRecord | None = None
+        self._held: TrainingRecord | None = None  # the current record before it was stored
+        self._ended: TrainingRecord | None = None  # that end() has put off
         self._residual: NDArray[np.float32] | None = None  # that of the current record, until its write begins
         self._residual_write: ResidualWrite | None = None
+
+    def hold(self, holds: bool, *, flush: bool) -> None:
+        """Let :meth:`write` only keep records in memory from now on, or end that.
+
+        Args:
+            holds: Whether it does.
+            flush: Whether to flush records that are written.
+        """
+        self.holds, self._options = holds, replace(self._options, flush=flush)
 
     def write(
         self,
@@ -68,6 +87,7 @@ class TrainingRecords:
         has_steps: bool,
         residual: NDArray[np.float32] | None,
         version: int = RECORD_VERSION,
+        moment: str = "",
     ) -> None:
         """Write a record over the last but one, and make it the current one.
 
@@ -79,24 +99,75 @@ class TrainingRecords:
             residual: float32 memory that holds the generation's residual once the generation is committed, for
                 :meth:`write_residual`; None if there is none.
             version: Format version of the content, and so of the record.
+            moment: Name of the moment of a provisional record, which is made between a step and the step's record. No
+                training resumes from records of different moments on its ranks.
 
         Raises:
             StorageError: The record could not be written. The one before it is intact.
         """
         # A record that fails uses up its number, too: ranks resume from a number that all of them have.
-        self._last_number = int(has_steps) if self._last_number is None else self._last_number + 1
-        self._last_generation = generation
+        number = int(has_steps) if self._last_number is None else self._last_number + 1
         record = TrainingRecord(
-            number=self._last_number,
+            number=number,
             generation=generation,
             step=step,
-            run=self.run,
+            run=hashlib.sha256(self.run + moment.encode()).digest()[: len(self.run)] if moment else self.run,
             content=content,
             residual_numel=0 if residual is None else residual.size,
             version=version,
         )
-        self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
+        if not self.holds:
+            self._last_number, self._last_generation = number, generation
+            self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
+            self.stored = record
         self._before, self.current, self._residual = self.current, record, residual
+
+    def is_provisional(self, record: TrainingRecord | None) -> bool:
+        """Return whether a record of this training is provisional."""
+        return record is not None and record.run != self.run
+
+    def begin_store(self) -> None:
+        """Choose the number for :meth:`store`. All ranks call it together, so that their records have equal numbers."""
+        assert self.holds and self.current is not None
+        self._attempt = self.current.number if self._last_number is None else self._last_number + 1
+        self._stored_before, self._held = self.stored, self.current
+
+    def store(self, generation: int) -> None:
+        """Write the current record, which was held, and its residual.
+
+        Args:
+            generation: The generation that it belongs to, whose residual is in memory.
+
+        Raises:
+            StorageError: They could not be written. The record before is intact.
+        """
+        assert self.current is not None
+        record = replace(self.current, generation=generation, number=self._attempt)
+        self._last_number, self._last_generation = record.number, generation
+        self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
+        self.current = record
+        if record.residual_numel:
+            assert self._residual is not None
+            self._begin_residual(record, self._residual)
+            self.finish_residual()
+            failure, self.residual_failure = self.residual_failure, None  # the next write may succeed
+            if failure is not None:
+                raise failure
+        self.stored = record
+
+    def withdraw(self) -> None:
+        """Undo :meth:`begin_store`, and :meth:`store` if it was called: the generation is not complete on all ranks.
+
+        Raises:
+            StorageError: The record could not be erased.
+        """
+        is_begun, self.stored, self.current = self._last_number == self._attempt, self._stored_before, self._held
+        self._last_number = self._attempt + 1  # skipped, so that the next record replaces this one
+        if not is_begun:
+            return
+        # Both files would be empty without a record before, which counts as damage.
+        erase = erase_training_record if self.stored is not None else remove_training_record
+        self._in_time("Erasing the training record", self._path, erase, self._folder.inside, self._attempt)
 
     def rewrite(self, content: bytes) -> None:
         """Replace only the content of the current record. A kill leaves the old content or the new one.
@@ -109,10 +180,14 @@ class TrainingRecords:
         """
         assert self.current is not None
         record = replace(self.current, content=content, version=RECORD_VERSION)
+        if self.current is not self.stored:
+            self.current = record
+            return
         name, written = record_name(record.number), packed(record, self._identity)
         replacing, path = self._folder.replace, self._folder.path / name
         self._in_time("Writing the training record", path, replacing, name, written, flush=self._options.flush)
-        self.current, self.nbytes = record, self.nbytes + len(written)
+        self.current = self.stored = record
+        self.nbytes += len(written)
 
     def _write(self, record: TrainingRecord) -> int:
         residual = residual_of(record, self._identity)
@@ -126,15 +201,17 @@ class TrainingRecords:
 
         The other file is made afterwards, so that a kill never leaves two empty files, which are damaged.
         """
-        if self.current is None:
+        if self.stored is None:
             self._folder.allocate_missing(record_name(record.number))
         nbytes = write_training_record(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
-        if self.current is None:
+        if self.stored is None:
             self._folder.allocate_missing(*TRAINING_NAMES)
         return nbytes
 
     def write_residual(self, generation: int) -> None:
         """Start to write the residual that belongs to the current record, if the record is of this generation.
+
+        If records are held, :meth:`store` writes it.
 
         Until :meth:`finish_residual` has returned, the residual must not change, and the places of the generation
         before must not be written to: otherwise, after a kill, a training could resume from neither generation.
@@ -143,10 +220,13 @@ class TrainingRecords:
             generation: The newest generation; its residual is in memory.
         """
         record, values = self.current, self._residual
-        if values is None or record is None or record.generation != generation:
+        if self.holds or values is None or record is None or record.generation != generation:
             return
-        self.finish_residual()
         self._residual = None
+        self._begin_residual(record, values)
+
+    def _begin_residual(self, record: TrainingRecord, values: NDArray[np.float32]) -> None:
+        self.finish_residual()
         residual = residual_of(record, self._identity)
         assert residual is not None
         self._residual_write = ResidualWrite(self._folder.inside, residual, values, self._options)
@@ -182,18 +262,23 @@ class TrainingRecords:
         """
         record = self.current
         if record is not None and record.generation > generation:
+            if record is not self.stored:  # held: all records then have the same memory of the residual
+                self.current, self._before = self._before, None
+                return
             self._residual = None
             self._in_time(
                 "Erasing the training record", self._path, erase_training_record, self._folder.inside, record.number
             )
             self.current, self._before = self._before, None
-        if self._last_number is not None and self._last_generation > generation:
+            self.stored = self.current
+        # While records are held, none is written before its generation is committed.
+        if not self.holds and self._last_number is not None and self._last_generation > generation:
             # Skip a number: the next record then replaces the erased one, and not the one before, which is now needed.
             self._last_number += 1
             self._last_generation = generation
 
     def end(self, reason: str) -> None:
-        """Replace all records by one that states that no more follow.
+        """Replace all records by one that states that no more follow; if they are held, at :meth:`complete_end`.
 
         Args:
             reason: The reason, which the error of a training that resumes contains.
@@ -209,7 +294,20 @@ class TrainingRecords:
             content=reason.encode(),
         )
         self.current = self._residual = None
-        self._in_time("Ending the training records in", self._path, self._end, record)
+        self._ended = record
+        if not self.holds or self.stored is None:
+            self.complete_end()
+
+    def complete_end(self) -> None:
+        """Write the record of :meth:`end` if it was put off, since the generation on storage is another one now.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        record, self._ended = self._ended, None
+        if record is not None:
+            self.stored = None
+            self._in_time("Ending the training records in", self._path, self._end, record)
 
     def _end(self, record: TrainingRecord) -> None:
         self._put(record)
@@ -229,6 +327,6 @@ class TrainingRecords:
             if record.number > number:
                 erase_training_record(self._folder.inside, record.number)
             elif record.number == number:
-                self.current = record
+                self.current = self.stored = record
         self.run, self._last_number = run, number
         assert self.current is not None

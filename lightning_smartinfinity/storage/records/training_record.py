@@ -49,6 +49,7 @@ __all__ = [
     "packed",
     "read_training_records",
     "record_name",
+    "remove_training_record",
     "residual_of",
     "write_training_record",
 ]
@@ -94,8 +95,9 @@ class TrainingRecord:
         number: Number of the record, 0 before the training's first step. The newer of two has the higher one.
         generation: Generation of the optimizer state that it belongs to.
         step: Optimizer steps of the training so far, for messages.
-        run: 16 bytes common to all ranks of a training since its start or last resume. Copies of a store from which
-            trainings resumed separately differ in it.
+        run: 16 bytes common to all ranks that resume together: those of the training since its start or last resume, in
+            which copies of a store differ from which trainings resumed separately; of a provisional record, a digest of
+            these and of its moment.
         content: Content that the training wrote.
         residual_numel: Number of values of the residual of compressed gradients that belongs to it; 0 if there is none.
         version: Format version of the record and of its content.
@@ -149,6 +151,14 @@ def erase_training_record(folder: OpenFolder, number: int) -> None:
     name = record_name(number)
     with storage_errors("Erasing the training record", folder.path / name):
         folder.overwrite(name, b"", flush=True)
+
+
+def remove_training_record(folder: OpenFolder, number: int) -> None:
+    """Remove the file that a record of this number has; raises as :func:`write_training_record`."""
+    name = record_name(number)
+    with storage_errors("Removing the training record", folder.path / name):
+        folder.remove(name)
+        folder.flush()
 
 
 def read_training_records(folder: OpenFolder, *, identity: native.Identity | None) -> list[TrainingRecord]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +26,7 @@ from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.record_writes import TrainingRecords
 from lightning_smartinfinity.storage.records.residual_write import WriteOptions
 from lightning_smartinfinity.storage.records.training_record import RECORD_VERSION, TrainingRecord
-from lightning_smartinfinity.storage.spread import Placement, next_placement, places_needed
+from lightning_smartinfinity.storage.spread import Occupied, Placement, next_placement, places_needed
 from lightning_smartinfinity.storage.state.capacities import Capacities
 from lightning_smartinfinity.storage.state.commit_record import CommitRecord, erase_record, flush_records, write_record
 from lightning_smartinfinity.storage.state.pin import Pin
@@ -56,7 +59,13 @@ class StateStore:
         self.manifest = manifest
         self.identity = manifest.identity
         self._record = record
+        self._stored = record
+        self._writes_back = False
+        self._num_held = 0
         self._previous: CommitRecord | None = None
+        self._persisted: CommitRecord | None = None
+        self._unnumbered = record
+        self._has_record = False
         self._folders = tuple(folders)
         self._unusable: StorageError | None = None
         self._pins: list[Pin] = []
@@ -135,18 +144,162 @@ class StateStore:
     def next_placement(self) -> Placement:
         """Return the places of the next generation. With two per tasklet, none of them is occupied or pinned.
 
-        Only this function chooses places to write to, so pinned places are not written to.
+        Only this function chooses places to write to, so pinned places are not written to. Tasklets that are written
+        back keep theirs.
         """
-        extents = self.extents
+        return self._placement(first=self._num_held or self.extents.num_in_memory)
+
+    def _placement(self, *, first: int) -> Placement:
+        pinned = [pin.occupied for pin in self._live_pins()]
+        if self.writes_back:
+            pinned.append(Occupied(self._stored.placement, np.ones(self.extents.num_tasklets, np.bool_)))
         return next_placement(
             self.placement,
             lying=self.tasklet_generations >= 0,
             assigned=self._assigned,
             capacities=list(self._capacities),
-            first=extents.num_in_memory,
-            in_place=extents.places_per_tasklet == 1,
-            pinned=[pin.occupied for pin in self._live_pins()],
+            first=first,
+            in_place=self.extents.places_per_tasklet == 1,
+            pinned=pinned,
         )
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether generations are completed on storage only by :meth:`persist`, after :meth:`write_back`."""
+        return self._writes_back
+
+    @property
+    def num_held(self) -> int:
+        """Number of tasklets, from the first on, that are written back."""
+        return self._num_held
+
+    @property
+    def stored_generation(self) -> int:
+        """The generation whose commit record is on storage, with all extents that it names."""
+        return self._stored.generation
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the training record made last is of the current generation."""
+        return self.training is not None and self.training.generation == self.generation
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether places of a generation are pinned."""
+        return bool(self._live_pins())
+
+    def write_back(self, num_held: int) -> None:
+        """From now on, keep generations of these first tasklets in memory, and commit generations there only.
+
+        The generation on storage stays whole until :meth:`persist` replaces it: extend the files so that it has places
+        beside those of two more generations of the other tasklets, and of one of these.
+
+        Args:
+            num_held: Number of tasklets; 0: only the commits are in memory, because other ranks hold tasklets.
+
+        Raises:
+            StorageFullError: The file systems have no room for these places.
+            StorageError: A file cannot be extended.
+        """
+        assert self.extents.places_per_tasklet > 1 and self._stored is self._record
+        self._writes_back, self._num_held = True, num_held
+        try:
+            with io_limit(self._io_timeout):
+                wanted = self._places_needed(self._assigned)
+                limited("Extending", self._folders[0].path / STATE_NAME, self._capacities.make_room, wanted)
+        except BaseException:
+            self.write_through()
+            raise
+        self.records.hold(True, flush=True)
+
+    def write_through(self) -> None:
+        """End :meth:`write_back`. The current generation is complete on storage."""
+        assert self._stored is self._record
+        self._writes_back, self._num_held = False, 0
+        self.records.hold(False, flush=self.manifest.durability == "power")
+
+    def begin_persist(self) -> tuple[Placement, NDArray[np.intp]]:
+        """Give the current generation the number that it gets on storage, and choose the places that lack there.
+
+        The number may be one higher than before: its parity selects the half of commit.bin, and the other half holds
+        the generation that stays until :meth:`end_persist`.
+
+        Returns:
+            Places of the generation, and the tasklets whose extents are to be written there from memory.
+        """
+        distance = self.generation - self._stored.generation
+        self._unnumbered = self._record
+        self._has_record = self.is_recorded
+        if self._has_record:
+            self.records.begin_store()
+        self._record = replace(self._record, generation=self.generation + (distance + 1) % 2)
+        (changed,) = np.nonzero(self.tasklet_generations != self._stored.tasklet_generations)
+        changed = changed[changed < self._num_held]
+        return self.placement.after(self._placement(first=0), changed), changed
+
+    def persist(self, placement: Placement, *, deadline: float = math.inf) -> None:
+        """Write and flush the training record, if it is of the current generation, and the commit record.
+
+        The extents have been written, and are flushed first: the generation survives a power loss.
+
+        Args:
+            placement: The places from :meth:`begin_persist`.
+            deadline: Time of ``time.monotonic`` by which the extents must be flushed.
+
+        Raises:
+            StorageError: The record could not be written.
+        """
+        self._flush_files(self._in_time.within(deadline - time.monotonic()))
+        if self._has_record:
+            self.records.store(self.generation)
+        self._persisted = replace(self._record, placement=placement.copy())
+        self._commit_bytes += self._write_record(self._persisted, flush=True)
+
+    def end_persist(self, *, whole: bool) -> None:
+        """Release the generation that was on storage before, or, if some rank could not write, the new one.
+
+        Args:
+            whole: Whether all ranks have written the new one.
+        """
+        persisted, self._persisted = self._persisted, None
+        if whole:
+            assert persisted is not None
+            self._record = self._stored = persisted
+            if not self._has_record:
+                with suppress(StorageError):
+                    self.records.complete_end()
+            return
+        # Should the record stay, it names places that are written to again, and recovery takes the generation before.
+        with suppress(StorageError):
+            if self._has_record:
+                self.records.withdraw()
+        numbered, self._record = self._record, self._unnumbered
+        with suppress(StorageError):
+            inside, path = self._folders[0].inside, self._folders[0].path / COMMIT_NAME
+            self._in_time("Erasing the commit record", path, erase_record, inside, numbered, flush=False)
+
+    def begin_renewal(self) -> None:
+        """Choose the number for :meth:`renew_record`, on all ranks together."""
+        self.records.begin_store()
+
+    def renew_record(self) -> None:
+        """Store the training record of the generation on storage again, beside the one that is there.
+
+        Raises:
+            StorageError: It could not be written. The one on storage is intact.
+        """
+        assert self._stored is self._record and self.is_recorded
+        self.records.store(self.generation)
+
+    def end_renewal(self, *, whole: bool) -> None:
+        """Withdraw the record if some rank could not write it.
+
+        Args:
+            whole: Whether all ranks have written it.
+        """
+        if not whole:
+            with suppress(StorageError):
+                self.records.withdraw()
 
     def pin(self) -> Pin:
         """Keep later generations from the places of this one until they are released. Between generations only.
@@ -169,6 +322,9 @@ class StateStore:
             StorageError: A file cannot be extended.
         """
         assert self.extents.places_per_tasklet > 1 and self.generation >= 0
+        if self.writes_back:
+            assert self._stored is self._record, "the generation is on storage"
+            return  # its places are kept until the next one is on storage, which waits for the pins
         here = np.bincount(self.placement.devices, minlength=self.extents.num_devices)
         wanted = [both + int(pinned) for both, pinned in zip(self._places_needed(self._assigned), here, strict=True)]
         with io_limit(self._io_timeout):
@@ -179,14 +335,18 @@ class StateStore:
         return self._pins
 
     def _places_needed(self, assigned: NDArray[np.uint16]) -> list[int]:
-        return places_needed(
+        needed = places_needed(
             self.placement,
             lying=self.tasklet_generations >= 0,
             assigned=assigned,
             num_devices=self.extents.num_devices,
-            first=self.extents.num_in_memory,
+            first=self._num_held or self.extents.num_in_memory,
             in_place=self.extents.places_per_tasklet == 1,
         )
+        if not self.writes_back:
+            return needed
+        also = np.concatenate([self._stored.placement.devices, assigned[: self._num_held]])
+        return [int(both) for both in np.bincount(also, minlength=self.extents.num_devices) + needed]
 
     def restore_places(self) -> None:
         """Reserve places for the next generation, in files that may have been truncated after this one's places."""
@@ -252,22 +412,40 @@ class StateStore:
         if flush:
             self._flush_files()
         before = self._record
+        if self.writes_back:
+            self._previous, self._record = before, record
+            return
         try:
             self._commit_bytes += self._write_record(record, flush=flush)
-            self._previous, self._record = before, record
+            self._previous, self._record, self._stored = before, record, record
         except BaseException:  # an interrupt as well
             if self._record is not record:
                 self._forget(record, flush=flush)
             raise
+
+    @property
+    def can_revert(self) -> bool:
+        """Whether a commit keeps the generation before, unless it changed state that is in memory only."""
+        return self.extents.places_per_tasklet > 1
+
+    def lose(self, error: BaseException) -> None:
+        """Refuse all later generations: a change of state that is written back has failed half-way."""
+        self._unusable = StorageError(
+            f"Optimizer state in host memory was overwritten by a change that failed: {error}",
+            "Resume from storage or a checkpoint; with durability='step' such a change is undone.",
+        )
 
     def revert(self) -> None:
         """Roll the last :meth:`commit` back; nothing may have been written since.
 
         If the record cannot be erased, :meth:`require_usable` raises from now on.
         """
-        assert self._previous is not None and self.manifest.extents.places_per_tasklet > 1
+        assert self._previous is not None and self.can_revert
         reverted, self._record = self._record, self._previous
         self._previous = None
+        if self.writes_back:  # nothing was written
+            return
+        self._stored = self._record
         self._forget(reverted, flush=self.manifest.durability == "power")
 
     def record_training(
@@ -279,6 +457,7 @@ class StateStore:
         has_steps: bool,
         residual: NDArray[np.float32] | None = None,
         version: int = RECORD_VERSION,
+        moment: str = "",
     ) -> None:
         """Write what a training needs, in addition to a generation's state, to resume there; see ``training_record``.
 
@@ -289,6 +468,7 @@ class StateStore:
             has_steps: Whether the training has taken a step since it began.
             residual: float32 memory of the residual of compressed gradients. ``records`` writes it in the background.
             version: Format version of the content.
+            moment: As for :meth:`TrainingRecords.write`.
 
         Raises:
             StorageError: The record could not be written. The record before it is intact.
@@ -300,6 +480,7 @@ class StateStore:
             has_steps=has_steps,
             residual=residual,
             version=version,
+            moment=moment,
         )
         self.records.write_residual(self.generation)
 
@@ -358,10 +539,10 @@ class StateStore:
             folder.close(remove=remove)
         self._folders = ()
 
-    def _flush_files(self) -> None:
+    def _flush_files(self, in_time: LimitedCalls | None = None) -> None:
         for file in self.files:
             with storage_errors("Flushing", file.path):
-                self._in_time("Flushing", Path(file.path), file.sync)
+                (in_time or self._in_time)("Flushing", Path(file.path), file.sync)
 
     def _write_record(self, record: CommitRecord, *, flush: bool) -> int:
         inside, job, path = self._folders[0].inside, self.manifest.job, self._folders[0].path / COMMIT_NAME

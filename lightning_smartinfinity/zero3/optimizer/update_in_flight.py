@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -20,8 +21,10 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.pipeline.state.state_access import Together
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
-from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
+from lightning_smartinfinity.zero3.optimizer.persistence import Persistence
+from lightning_smartinfinity.zero3.optimizer.rank_state import RankState, warn_of_rolled_back_step
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from lightning_smartinfinity.zero3.parameters.deepspeed_patches import skip_in_prefetch
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
@@ -44,6 +47,7 @@ class UpdateInFlight:
         speculation: The update that backward may begin before the step does.
         release_gathered: Function that partitions every gathered parameter.
         overlaps: Whether an update may still run after its step has returned, or before the step.
+        persistence: Writes committed generations to storage.
 
     Attributes:
         is_idle: Whether neither a step is in flight nor requests are recorded: no parameter has to be waited for.
@@ -58,12 +62,14 @@ class UpdateInFlight:
         *,
         release_gathered: Callable[[], None],
         overlaps: bool,
+        persistence: Persistence,
     ) -> None:
         self._rank_state = rank_state
         self._partition = rank_state.partition
         self._speculation = speculation
         self._release_gathered = release_gathered
         self._overlaps = overlaps
+        self._persistence = persistence
         self.is_idle = not overlaps
         self._lock = threading.RLock()  # autograd's threads gather, too
         self.lost: str | None = None
@@ -154,6 +160,20 @@ class UpdateInFlight:
         """Record that the step returns: the loop then counts it, though its update may still be in flight."""
         self._step_returned = self._begun
 
+    def end_alone(self) -> None:
+        """Commit the step in flight, if this rank can, and write state in memory, after an error. Not collective."""
+        with self._lock:
+            self.wait()
+            if self._begun and self._rank_state.is_usable:
+                try:
+                    self._commit(together=nullcontext)
+                except SmartInfinityError as error:
+                    self.roll_back(error)
+                    warn_of_rolled_back_step(error)
+                else:
+                    self._end()
+            self._persistence.end_alone()
+
     def is_untouched(self, param: ZeroParameter) -> bool:
         """Return whether the parameter is in the step in flight and was not requested since; the same on all ranks."""
         if self._speculation.holds(param):
@@ -214,11 +234,12 @@ class UpdateInFlight:
             if not self._begun or not self._rank_state.is_open:
                 return
             try:
-                self._commit()
+                self._commit(together=partial(failing_together, self._partition.group))
             except SmartInfinityError as error:
                 self.roll_back(error)
                 raise
             self._end()
+            self._persistence.write()
 
     def drain_for_residual(self) -> None:
         """Drain if compression keeps a residual, computed from gradients that the next ones are about to replace."""
@@ -278,9 +299,8 @@ class UpdateInFlight:
         if dist.get_world_size(self._partition.group) == 1:
             self.drain()
 
-    def _commit(self) -> None:
+    def _commit(self, *, together: Together) -> None:
         """Commit on all ranks. If one fails, ranks that have written their record erase it, and all ranks raise."""
-        together = partial(failing_together, self._partition.group)
         if self._failure is None:
             # An interrupt may have hit between an earlier commit and the call of _end.
             if self._rank_state.handler.in_flight:

@@ -367,7 +367,7 @@ std::optional<Failure> Pipeline::compute(const TransferItem& item, std::size_t b
                        transfers_.path_of(tasklet, Direction::kRead));
     }
     const Guards guards{.verifies = item.residence != Residence::kHeld,
-                        .seals = item.residence == Residence::kNone || resident_.writes_through()};
+                        .seals = is_written(*item.batch, item.residence, resident_)};
     // Compressing here uses all compute threads, in parallel with reads and writes.
     std::optional<Tasklet> changed;
     if (item.reads_gradient) changed = tasklet.gradient->moved(tasklet, reads_[buffer].gradient.get());
@@ -386,7 +386,9 @@ void Pipeline::leave(const TransferItem& item) {
     if (item.residence == Residence::kHeld) {
         counters_.cached_read_bytes += tasklet.extent_bytes - skipped_bytes(options_.identity.format(), tasklet);
     }
-    if (writes(batch_->operation) && !resident_.writes_through()) counters_.cached_write_bytes += tasklet.extent_bytes;
+    if (writes(batch_->operation) && !is_written(*item.batch, item.residence, resident_)) {
+        counters_.cached_write_bytes += tasklet.extent_bytes;
+    }
 }
 
 // Runs on the thread that waits for copies. As in compute_item(), batch_ cannot change.

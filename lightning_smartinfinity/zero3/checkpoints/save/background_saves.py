@@ -90,8 +90,9 @@ class BackgroundSaves:
         Raises:
             StorageError: A state file cannot be extended, for a reason other than a full disk.
         """
-        if self._may_go_on():
-            self._has_room_for(self._optimizer.update.drained_handler().make_room_to_pin)
+        handler = self._optimizer.update.drained_handler() if self._may_go_on() else None
+        if handler is not None and not handler.writes_back:  # which has places for that
+            self._has_room_for(handler.make_room_to_pin)
 
     def begin(self, path: str | Path, save: ExitStack) -> PinnedState | None:
         """Pin the state to save to a path; return None if the save cannot run in the background.
@@ -112,6 +113,9 @@ class BackgroundSaves:
         handler = self._optimizer.update.drained_handler()
         if handler.generation != self._generation or self.will_exist(path) is not None:
             self.finish()
+        if not self._optimizer.persistence.write(now=True):  # state in memory, which a save cannot read later
+            self.finish()
+            return None
         pins: list[PinnedState] = []
 
         def pin() -> None:
