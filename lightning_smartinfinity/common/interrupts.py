@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["HeldSignals", "behind_held", "dies_of_sigterm", "end_on_sigterm"]
+__all__ = ["HeldSignals", "dies_of_sigterm", "end_on_sigterm"]
 
 
 class HeldSignals:
@@ -67,11 +67,6 @@ class _Handler:
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         if self.held is None or not self.held.takes(lambda: self.before(number, None)):
             self.before(number, frame)
-
-
-def behind_held(handler: Any) -> Any:
-    """Return the handler in front of which :meth:`HeldSignals.hold` has put its own, or the handler itself."""
-    return handler.before if isinstance(handler, _Handler) else handler
 
 
 def end_on_sigterm() -> None:

@@ -503,7 +503,7 @@ class TrainingSession(ABC):
             # After an error, which this rank alone may have met, a step may still be in progress.
             optimizer.update.training_over()
             keeping = optimizer.rank_state.keeping
-            if not completed and not keeping.completed and keeping.stays and optimizer.rank_state.writes_back:
+            if keeping.stays and optimizer.rank_state.writes_back:
                 with saving():
                     optimizer.update.end_alone()
         return_freed_memory()  # no further step will use it

@@ -142,6 +142,11 @@ class TransferHandler:
         return self._store.generation == step.generation and self._layout.extents.places_per_tasklet > 1
 
     @property
+    def lost(self) -> str | None:
+        """Why the current generation cannot be read any more, after a change that failed half-way; None if it can."""
+        return self._store.lost
+
+    @property
     def writes_back(self) -> bool:
         """Whether generations, and the state of resident tasklets, are written to storage only by :meth:`persist`."""
         return self._store.writes_back
@@ -156,14 +161,15 @@ class TransferHandler:
         self._require_no_step()
         self._store.write_back(self._layout.num_resident)
 
-    def write_through(self) -> None:
-        """End :meth:`write_back`; nothing has changed since."""
-        self._store.write_through()
-
     @property
     def is_stored(self) -> bool:
         """Whether the current generation is complete on storage."""
         return not self.writes_back or self._store.stored_generation == self.generation
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps committed since the handler was made."""
+        return self._num_steps
 
     @property
     def num_resident(self) -> int:
@@ -191,12 +197,10 @@ class TransferHandler:
         """Whether the training record made last is of the current generation."""
         return self._store.is_recorded
 
-    def persist(self, *, together: Together = nullcontext, deadline: float = math.inf) -> None:
+    def persist(self, *, deadline: float = math.inf) -> None:
         """Complete the current generation on storage, with its training record, if that was made.
 
         Args:
-            together: Context entered around writing. With several ranks it must raise on every rank if its body raised
-                on one, so that no rank gives up the generation on storage while another cannot replace it.
             deadline: Time of ``time.monotonic`` by which writing must be done.
 
         Raises:
@@ -205,44 +209,15 @@ class TransferHandler:
                 unchanged.
         """
         self._require_no_step()
-        placement, changed = self._store.begin_persist()
-        whole = False
-        try:
-            with together():
-                self._access.write_resident(placement, changed, deadline=deadline)
-                self._store.persist(placement, deadline=deadline)
-            whole = True
-        finally:
-            self._store.end_persist(whole=whole)
+        self._store.persist(partial(self._access.write_resident, deadline=deadline), deadline=deadline)
 
-    @property
-    def stores_provisional(self) -> bool:
-        """Whether the current generation is on storage with a provisional record; the same on all ranks."""
-        records = self._store.records
-        return self.writes_back and self.is_stored and self.is_resumable and records.is_provisional(records.stored)
-
-    @property
-    def is_fully_recorded(self) -> bool:
-        """Whether the training record made last is of the current generation, and not provisional."""
-        return self.is_recorded and not self._store.records.is_provisional(self.training)
-
-    def renew_record(self, *, together: Together = nullcontext) -> None:
-        """Store the current record beside the provisional one of the same generation, which is on storage.
-
-        Args:
-            together: As for :meth:`persist`.
+    def renew_record(self) -> None:
+        """Replace the record on storage if one was made since of the same generation, which is on storage.
 
         Raises:
-            StorageError: It could not be written. The provisional one stays.
+            StorageError: It could not be written. The one on storage stays.
         """
-        self._store.begin_renewal()
-        whole = False
-        try:
-            with together():
-                self._store.renew_record()
-            whole = True
-        finally:
-            self._store.end_renewal(whole=whole)
+        self._store.renew_record()
 
     @property
     def has_direct_io(self) -> bool:
@@ -406,9 +381,7 @@ class TransferHandler:
         """The generation that a record made now belongs to."""
         return self._store.generation + (self._step is not None and self._step.is_complete)
 
-    def record_training(
-        self, *, step: int, content: bytes, residual: NDArray[np.float32] | None, moment: str = ""
-    ) -> None:
+    def record_training(self, *, step: int, content: bytes, residual: NDArray[np.float32] | None) -> None:
         """Write what the training needs, besides the optimizer state, to resume after the step begun last.
 
         The record takes effect when that step is committed. It must be written before the next step begins.
@@ -418,7 +391,6 @@ class TransferHandler:
             content: The serialized state of the training.
             residual: Memory of the residual of compressed gradients; None means there is none. A thread writes it after
                 the step's commit, while the training continues; :meth:`complete_record` waits for it.
-            moment: As for :meth:`TrainingRecords.write`.
 
         Raises:
             StorageError: The record could not be written. The previous record is intact.
@@ -430,7 +402,6 @@ class TransferHandler:
             content=content,
             has_steps=generation > self._store.generation or self._num_steps > 0,
             residual=residual,
-            moment=moment,
         )
 
     def rewrite_record(self, content: bytes) -> None:

@@ -45,9 +45,10 @@ class RecordWriter:
         self._frozen = frozen_checksum(engine.module)
         self._warned = False
         self._recorded: TrainingRecord | None = None
+        self._is_provisional = False  # whether the last record was
         engine.optimizer.outside_writes.unrecorded = None
 
-    def record(self, loop: ClientState, *, step: int, moment: str = "") -> None:
+    def record(self, loop: ClientState, *, step: int, is_provisional: bool = False) -> None:
         """Make a record, between two batches, and write it unless it is written at an interval.
 
         A record that cannot be written is no reason to end the training: it warns, once.
@@ -55,7 +56,7 @@ class RecordWriter:
         Args:
             loop: What the loop needs to go on.
             step: Optimizer steps of the training so far.
-            moment: Name of the moment of a provisional record, made between a step and its record.
+            is_provisional: Whether it is made before its batch has ended, so that another one is to follow.
         """
         from lightning_smartinfinity.zero3.engine.record import describe_engine
 
@@ -75,12 +76,8 @@ class RecordWriter:
             )
             return
         try:
-            handler.record_training(
-                step=step,
-                content=content,
-                residual=None if residual is None else residual.numpy(),
-                moment=moment,
-            )
+            handler.record_training(step=step, content=content, residual=None if residual is None else residual.numpy())
+            self._is_provisional = is_provisional
             record = handler.training
             assert record is not None
             keeping.recorded(has_steps=record.has_steps)
@@ -108,21 +105,16 @@ class RecordWriter:
             self._warn(f"a training record could not be written. {error}")
 
     @property
-    def is_behind(self) -> bool:
-        """Whether state in memory is newer than the last record."""
-        return self._is_on and self._engine.optimizer.rank_state.handler.awaits_record
-
-    @property
-    def writes_back(self) -> bool:
-        """Whether state stays in memory, and an earlier one cannot be resumed from."""
-        return self._is_on and self._engine.optimizer.rank_state.handler.writes_back
+    def awaits_record(self) -> bool:
+        """Whether state in memory is newer than the last record, or that record is provisional."""
+        return self._is_on and (self._is_provisional or self._engine.optimizer.rank_state.handler.awaits_record)
 
     def release_signals(self) -> None:
         """Handle Ctrl-C or SIGTERM that came since the step; this may raise KeyboardInterrupt or SystemExit."""
         self._engine.optimizer.rank_state.held_signals.release()
 
     def persist(self) -> None:
-        """Write the state that belongs to the record, if that is due and no update of it is in flight. Collective."""
+        """Write the state that belongs to the record, if that is due and no update of it is in flight."""
         self._engine.optimizer.persistence.write()
 
     @property
@@ -251,20 +243,20 @@ class FitRecord:
         self._writer.release_signals()
         self._writer.persist()
 
-    def record_moment(self, loop: ClientState, *, step: int, moment: str) -> None:
+    def record_so_far(self, loop: ClientState, *, step: int) -> None:
         """Make a provisional record, as :meth:`RecordWriter.record` does; :meth:`begin` has been called."""
         assert self._writer is not None
-        self._writer.record(loop, step=step, moment=moment)
+        self._writer.record(loop, step=step, is_provisional=True)
+
+    def persist(self) -> None:
+        """Write state in memory to storage, if a training is recorded, that is due and no update is in flight."""
+        if self._writer is not None:
+            self._writer.persist()
 
     @property
-    def is_behind(self) -> bool:
-        """Whether a training is recorded whose state in memory is newer than its last record."""
-        return self._writer is not None and self._writer.is_behind
-
-    @property
-    def writes_back(self) -> bool:
-        """Whether a training is recorded whose state is in memory only, except for that written at an interval."""
-        return self._writer is not None and self._writer.writes_back
+    def awaits_record(self) -> bool:
+        """Whether a training is recorded, and its state in memory is newer than its last final record."""
+        return self._writer is not None and self._writer.awaits_record
 
     def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
         """Change the last record, as :meth:`RecordWriter.rewrite` does; :meth:`begin` has been called."""

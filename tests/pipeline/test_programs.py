@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from lightning_smartinfinity import StorageError, TopK
 from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory, TensorPartition
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
+from lightning_smartinfinity.storage import StateStore
 from tests.helpers.assertions import bits
 from tests.helpers.native_testing import inject
 from tests.pipeline.harness import Case, Run, assert_equal, complete_tasklets, everything, failing_elsewhere
@@ -296,12 +298,15 @@ class Pair:
             self.run.handler.state.replace(fails, steps=self.run.handler.steps)
 
     def persist_in_vain(self) -> None:
-        """The generation on storage stays if a write fails, here or on another rank, or would take too long."""
+        """The generation on storage stays if a write fails, also after the records are written, or takes too long."""
         generation = self.run.handler.generation
         if self.run.handler.is_stored:
             return
-        with pytest.raises(StorageError, match="elsewhere"):
-            self.run.handler.persist(together=ELSEWHERE)
+        with (
+            mock.patch.object(StateStore, "_write_record", side_effect=StorageError("No record.", "Go on.")),
+            pytest.raises(StorageError, match="No record"),
+        ):
+            self.run.handler.persist()
         with pytest.raises(StorageError, match="too long"):
             self.run.handler.persist(deadline=0)
         self.disturb(fail_write_at=0)

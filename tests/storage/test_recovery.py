@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -300,15 +300,14 @@ def test_a_training_record_that_fails_has_a_number(tmp_path: Path, monkeypatch: 
 
 def test_a_record_that_is_withdrawn_spares_the_one_before(tmp_path: Path) -> None:
     """So do a write at an interval that fails and a step that is rolled back then: the next record replaces theirs."""
-    store, withdrawn = create([tmp_path]), False
-    store.records.hold(True, flush=False)
-    for generation in (2, 4, 4):
+    store = create([tmp_path])
+    store.records.hold()
+    for generation, fails in ((2, False), (4, True), (4, False)):
         store.records.write(generation=generation, step=generation, content=b"", has_steps=True, residual=None)
-        store.records.begin_store()
-        store.records.store(generation + 1)  # as it is called on storage
-        if generation == 4 and not withdrawn:
-            withdrawn = True
-            store.records.withdraw()
+        with pytest.raises(StorageError) if fails else nullcontext(), store.records.storing(generation + 1):
+            if fails:
+                raise StorageError("The commit record could not be written.", "")
+        if fails:
             store.records.forget_behind(generation)
     found = read_training_records(OpenFolder(tmp_path / "default/rank-00000"), identity=store.identity)
     store.close(remove=True)

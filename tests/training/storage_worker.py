@@ -152,6 +152,8 @@ class Module(pl.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         die(self.run, "saved batch end", self.trainer)
+        if self.trainer.global_step % 6 == 0:
+            self.seen += int(torch.randint(9, ()))
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         self.log("val_loss", self.net(batch + torch.rand(1)).float().pow(2).mean(), sync_dist=True)

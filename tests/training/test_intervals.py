@@ -7,7 +7,8 @@ import shutil
 import threading
 import time
 import warnings
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,28 +17,27 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
+from lightning_smartinfinity import TransferConfig
 from lightning_smartinfinity.cli.main import main
-from lightning_smartinfinity.errors import CheckpointError, StorageError, StorageFullError, StorageTimeoutError
-from lightning_smartinfinity.pipeline.layout.free_memory import MemoryLimit
+from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageTimeoutError
 from lightning_smartinfinity.settings import transfer
 from lightning_smartinfinity.storage import find_resumable
 from lightning_smartinfinity.storage.io.files import LimitedCalls
-from lightning_smartinfinity.storage.records.training_record import TrainingRecord
 from lightning_smartinfinity.storage.state.capacities import Capacities
-from lightning_smartinfinity.storage.state.parts import point_of
 from lightning_smartinfinity.storage.state.state_store import StateStore
-from lightning_smartinfinity.zero3.optimizer.persistence import Persistence
-from lightning_smartinfinity.zero3.settings import OffloadSettings
-from lightning_smartinfinity.zero3.setup import state_in_memory
-from lightning_smartinfinity.zero3.setup.reopening import newest_common
+from lightning_smartinfinity.zero3.optimizer.persistence import Persistence, begin_write_back
 from tests.export.models import LitModel, exported, files_of
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.ranks import on_ranks
+from tests.helpers.native_testing import Hold
 from tests.helpers.streamed_state import WRITTEN_BACK
 from tests.helpers.trainers import fit, quiet_trainer
-from tests.training.actions import does, read_state
+from tests.helpers.waiting import lenient
+from tests.training.actions import does, fail_at, read_state, write_state
 
 Read = list[object]
+
+SOME = {"dram_cache_bytes": 100_000, "tasklet_bytes": 65_536}
+"""Settings of transfers with which one tasklet's state is in memory, and others are on storage."""
 
 
 def readings(root: Path, *, overlap: str, transfer: dict[str, Any]) -> Read:
@@ -84,18 +84,22 @@ def test_readers_see_the_state_in_memory(
     ("how", "transfer", "step", "told"),
     [
         (RuntimeError, {}, 4, ""),
-        (KeyboardInterrupt, {"dram_cache_bytes": 100_000}, 4, ""),
+        (KeyboardInterrupt, SOME, 4, ""),
         (RuntimeError, {"persist_every": 3, "flush_timeout": 1e-9}, 3, "the training resumes after step 3"),
         (RuntimeError, {"flush_timeout": 1e-9}, None, "cannot be resumed from storage"),
+        (None, {"keep": True}, 6, ""),
     ],
 )
-def test_how_an_interrupted_training_ends(
-    how: type[BaseException], transfer: dict[str, Any], step: int | None, told: str, tmp_path: Path
+def test_how_a_training_ends(
+    how: type[BaseException] | None, transfer: dict[str, Any], step: int | None, told: str, tmp_path: Path
 ) -> None:
-    """State in memory is written if that takes at most ``flush_timeout``; else a warning says what is lost."""
+    """State in memory is written if that takes at most ``flush_timeout``; else a warning says what is lost.
+
+    With ``keep=True`` it is written as soon as a fit is complete.
+    """
 
     def end(trainer: pl.Trainer, module: Any) -> None:
-        if trainer.global_step == 4:
+        if how is not None and trainer.global_step == 4:
             raise how("by a test")
 
     trainer = quiet_trainer(
@@ -107,14 +111,13 @@ def test_how_an_interrupted_training_ends(
     )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with pytest.raises((RuntimeError, SystemExit)):
+        with pytest.raises((RuntimeError, SystemExit)) if how else nullcontext():
             trainer.fit(LitTiny(Recipe(width=128)))
+        left = shutil.copytree(tmp_path / "storage", tmp_path / "left")
         trainer.strategy.close()  # type: ignore[attr-defined]
-    found = list(tmp_path.glob("storage/*/rank-*"))
-    if found:
-        _, records = find_resumable([tmp_path / "storage"], job="default", rank=0)
-        found = [record.step for record in records[:1]]
-    assert found == ([] if step is None else [step])
+    _, records = find_resumable([left], job="default", rank=0)
+    assert [record.step for record in records[:1]] == ([] if step is None else [step])
+    assert bool(list(tmp_path.glob("storage/*/rank-*"))) == bool(records)
     written = [str(each.message) for each in warned if "could not be written to storage" in str(each.message)]
     assert [told] * len(written) == [told for each in written if told in each] and bool(written) == bool(told)
 
@@ -125,15 +128,16 @@ def test_a_write_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     A failed write leaves no record, also if it was the first one.
     """
     caplog.set_level("INFO")
-    persist, num_calls, steps, left = StateStore.persist, 0, list[int | None](), list[int]()
+    write, num_calls, steps, left = StateStore._write_record, 0, list[int | None](), list[int]()
     recorded = []
 
-    def fails(store: StateStore, placement: Any, **limit: float) -> None:
+    def fails(store: StateStore, record: Any, *, flush: bool) -> int:
         nonlocal num_calls
-        num_calls += 1
-        persist(store, placement, **limit)
-        if num_calls in (1, 3, 4):
+        num_calls += store.writes_back
+        written = write(store, record, flush=flush)
+        if store.writes_back and num_calls in (1, 3, 4):
             raise StorageFullError("The disk is full.", "Free space.")
+        return written
 
     def look(trainer: Any, module: Any) -> None:
         handler = trainer.strategy.optimizers[0].rank_state.handler
@@ -142,7 +146,10 @@ def test_a_write_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         _, records = find_resumable([tmp_path / f"left{trainer.global_step}"], job="default", rank=0)
         left.append(len(records))
 
-    with mock.patch.object(StateStore, "persist", fails), pytest.warns(UserWarning, match="The disk is full") as warned:
+    with (
+        mock.patch.object(StateStore, "_write_record", fails),
+        pytest.warns(UserWarning, match="The disk is full") as warned,
+    ):
         fit(
             LitTiny(Recipe()),
             tmp_path,
@@ -164,52 +171,6 @@ def test_a_write_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert all(recorded), "a failed write gives the generation its number back"
     assert "its share of what is free, except for a quarter" in caplog.text
     assert (steps, left) == ([None, None, 2, 2, 2, 5, 6], [0, 0, 1, 1, 1, 2, 2])
-
-
-def test_ranks_that_end_at_different_steps() -> None:
-    """Ranks that end on their own may write different steps as one generation: they resume from the one before."""
-    before, one, other = (
-        TrainingRecord(number=number, generation=4, step=step, run=b"", content=b"")
-        for number, step in ((1, 2), (2, 4), (2, 5))
-    )
-    settings = OffloadSettings(storage=(Path("folder"),))
-    with pytest.raises(CheckpointError, match="no training record in common"):
-        newest_common([{point_of(one)}, {point_of(other)}], settings)
-    assert (
-        newest_common([{*map(point_of, records)} for records in ((before, one), (before, other))], settings).step == 2
-    )
-
-
-def steps_stored(root: Path) -> list[int | None]:
-    """Train on two ranks, of which the last has no memory for state; return the steps that were written last."""
-    measure, stored = state_in_memory.measure_memory, list[int | None]()
-
-    def measured(**settings: Any) -> Any:
-        memory = measure(**settings)
-        full = {"machine": MemoryLimit(1 << 34, 1 << 30)}
-        return replace(memory, machine="full", limits=full) if dist.get_rank() else memory
-
-    def look(trainer: Any, module: Any) -> None:
-        handler = trainer.strategy.optimizers[0].rank_state.handler
-        assert bool(handler.num_resident) == (dist.get_rank() == 0)
-        stored.append(handler.stored_step)
-
-    with mock.patch.object(state_in_memory, "measure_memory", measured):
-        fit(
-            LitTiny(Recipe()),
-            root,
-            devices=2,
-            max_steps=6,
-            overlap="forward",
-            transfer={**WRITTEN_BACK, "persist_every": 2},
-            callbacks=[does(on_train_batch_start=look)],
-        )
-    return stored
-
-
-def test_ranks_of_which_one_has_no_memory(tmp_path: Path) -> None:
-    """All ranks write after the same steps."""
-    assert on_ranks(steps_stored, tmp_path) == [[None, None, None, 2, 2, 4]] * 2
 
 
 def is_recorded(trainer: Any) -> bool:
@@ -250,7 +211,10 @@ def test_records_that_end(tmp_path: Path) -> None:
     assert [record.step for record in records] == [4, 2]
 
 
-@pytest.mark.parametrize(("interval", "steps"), [(2, [1, 3, 22, 24]), (30.0, [2, 5, 24, 27])])
+@pytest.mark.parametrize(
+    ("interval", "steps"),
+    [(2, [1, 3, 22, 24]), (30.0, [2, 5, 24, 27]), (0.1, [0, 1, 20, 21])],  # the last: every step
+)
 def test_a_slow_disk_makes_the_interval_longer(
     interval: int | float, steps: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,18 +227,13 @@ def test_a_slow_disk_makes_the_interval_longer(
         now += seconds[len(written)]
         written.append(step)
 
-    handler = mock.Mock(writes_back=True, is_pinned=False, is_stored=False, persist=persist)
-    rank_state = mock.Mock(handler=handler, writes_back=False)
-    with (
-        mock.patch.object(dist, "get_rank", return_value=0),
-        mock.patch.object(dist, "get_world_size", return_value=1),
-    ):
-        persistence = Persistence(rank_state, interval=interval, group=None, clock=lambda: now)
-        for step in range(40):  # noqa: B007
-            now += 10.0
-            persistence.agree(persistence.vote())
-            if len(written) < len(seconds):
-                persistence.write()
+    handler = mock.Mock(is_stored=False, persist=persist)
+    persistence = Persistence(mock.Mock(handler=handler), interval=interval, clock=lambda: now)
+    for step in range(40):
+        now += 10.0
+        handler.num_steps = step + 1
+        if len(written) < len(seconds):
+            persistence.write()
     assert written == steps
     assert (
         caplog.text.count("State in host memory took 10.0 s to be written to storage, so this is done every 190") == 1
@@ -318,3 +277,95 @@ def test_no_state_in_memory(tmp_path: Path) -> None:
     """Then all state is written in every step, and a warning says so."""
     with pytest.warns(UserWarning, match="works as 'step'.*: no state is in host memory"):
         fit(LitTiny(Recipe()), tmp_path, transfer={"durability": "interval"})
+
+
+def test_several_processes() -> None:
+    """Then all state is written in every step, and a warning says so."""
+    handler = mock.Mock()
+    with (
+        mock.patch.multiple(dist, get_world_size=lambda group: 2, get_rank=lambda group: 0),
+        pytest.warns(UserWarning, match="works as 'step'.*: it is for one process, and 2 are training"),
+    ):
+        begin_write_back(handler, TransferConfig(durability="interval"), None)
+    handler.write_back.assert_not_called()
+
+
+@pytest.mark.parametrize("how", ["step", "change"])
+def test_a_change_that_fails_half_way(how: str, tmp_path: Path) -> None:
+    """Once state in memory has changed, nothing can be read or saved; the error names what stays on storage."""
+
+    def change(trainer: pl.Trainer, module: Any) -> None:
+        if trainer.global_step == 3:
+            with mock.patch.object(StateStore, "commit", side_effect=StorageError("The disk is broken.", "Mend it.")):
+                write_state(trainer, module)
+
+    module, path = LitTiny(Recipe(width=128)), tmp_path / "saved.ckpt"
+    trainer = quiet_trainer(
+        tmp_path,
+        max_steps=5,
+        overlap="none",
+        transfer={**WRITTEN_BACK, **SOME, "persist_every": 2},
+        callbacks=[fail_at(3, fail_write_at=0) if how == "step" else does(on_train_batch_start=change)],
+    )
+    with pytest.warns(UserWarning, match="the training resumes after step 2: "), pytest.raises(StorageError):
+        trainer.fit(module)
+    reads: list[Callable[[], object]] = [
+        lambda: read_state(trainer, module),
+        lambda: trainer.save_checkpoint(path),
+        lambda: trainer.save_checkpoint(path, weights_only=True),
+        lambda: trainer.strategy.save_pretrained(tmp_path / "exported"),  # type: ignore[attr-defined]
+    ]
+    for read in reads:
+        with pytest.raises(StorageError, match=r"Storage has the state after step 2\. .* ckpt_path='storage'\)"):
+            read()
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    assert not path.exists() and not (tmp_path / "exported").exists()
+    _, records = find_resumable([tmp_path / "storage"], job="default", rank=0)
+    assert records[0].step == 2
+
+
+def test_a_disk_that_hangs_while_state_is_written(tmp_path: Path) -> None:
+    """The training goes on in memory, and a warning names what a kill would lose; the next checkpoint raises."""
+    held = []
+
+    def hang(trainer: Any, module: Any) -> None:
+        if trainer.global_step == 2:
+            held.append(Hold(trainer.strategy.optimizers[0].rank_state.handler._device.pipeline, write_at=0))
+
+    def save(trainer: Any, module: Any) -> None:
+        if trainer.global_step == 6:
+            with pytest.raises(StorageTimeoutError, match="has not answered an earlier request"):
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+            held[0].release()
+
+    with pytest.warns(UserWarning, match="did not return within .* A kill would lose all steps after step 2") as warned:
+        fit(
+            LitTiny(Recipe()),
+            tmp_path,
+            max_steps=7,
+            overlap="none",
+            transfer={**WRITTEN_BACK, "persist_every": 2, "io_timeout": lenient()},
+            callbacks=[does(on_train_batch_start=hang, on_train_batch_end=save)],
+        ).strategy.close()  # type: ignore[attr-defined]
+    assert sum("could not be written to storage" in str(each.message) for each in warned) == 1
+
+
+def test_a_write_that_is_due_within_a_validation(tmp_path: Path) -> None:
+    """It does not wait for the validation's end."""
+    stored = []
+
+    def pass_time(trainer: Any, module: Any) -> None:
+        trainer.strategy.optimizers[0].persistence._since -= 10_000.0
+
+    def look(trainer: Any, module: Any) -> None:
+        stored.append(trainer.strategy.optimizers[0].rank_state.handler.stored_step)
+
+    fit(
+        LitModel(),
+        tmp_path,
+        transfer={**WRITTEN_BACK, "persist_every": "2h"},
+        callbacks=[does(on_validation_batch_start=pass_time, on_validation_batch_end=look)],
+        val_check_interval=2,
+        num_sanity_val_steps=0,
+    )
+    assert stored[0] == 2

@@ -52,7 +52,7 @@ def stores(folder: Path) -> list[str]:
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 USUAL: tuple[int, int, dict[str, Any]] = (2, 3, {"options": {"overlap": "forward"}})
 OTHERS: list[tuple[int, int, dict[str, Any]]] = [
-    (1, 2, {"options": {"overlap": "forward"}}),
+    (1, 2, {"options": {"overlap": "forward"}, "transfer": WRITTEN_BACK}),
     *(
         (3, devices, {"options": {"overlap": overlap, "state_format": state_format}})
         for state_format in STATE_FORMATS
@@ -68,9 +68,8 @@ OTHERS: list[tuple[int, int, dict[str, Any]]] = [
         },
     ),
     (3, 2, {"transfer": {"keep": True}}),
-    (2, 1, {"transfer": WRITTEN_BACK}),
     (
-        2,
+        1,
         3,
         {"transfer": {**WRITTEN_BACK, "persist_every": 2, "dram_cache_bytes": 30_000}, "options": {"overlap": "none"}},
     ),

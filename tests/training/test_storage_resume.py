@@ -132,10 +132,11 @@ def straight_with_validations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("kill at batch start", 4, "backward", {}),  # behind a checkpoint that was saved beside the training
         ("kill at saved batch end", 4, "none", {"dram_cache_bytes": 100_000}),
+        ("kill at validation", 6, "forward", {}),  # after a save, and the module's own hook after that
         ("error at batch start", 4, "backward", {"persist_every": 3}),
         ("error at backward", 5, "none", {}),
         ("error at saved batch end", 4, "forward", {}),
-        ("interrupt at saved batch end", 6, "none", {"dram_cache_bytes": 100_000}),  # a validation comes next
+        ("interrupt at saved batch end", 3, "none", {"dram_cache_bytes": 100_000}),  # a validation comes next
         ("interrupt at validation", 6, "forward", {"dram_cache_bytes": 100_000}),
         ("error at validation", 3, "none", {}),
         ("term at validation", 6, "backward", {}),
@@ -149,42 +150,13 @@ def test_no_end_loses_a_step(
 ) -> None:
     """State in memory is written at an end between any two steps, or between a step and its record, and at a save."""
     settings = {**AT_INTERVALS, "options": {"overlap": overlap}, "transfer": {**WRITTEN_BACK, **transfer}}
-    saves = {"checkpoints": [{"every_n_train_steps": 4, "save_top_k": -1}]} if how.startswith("kill") else {}
+    saves = {"checkpoints": [{"every_n_train_steps": 2, "save_top_k": -1}]} if how.startswith("kill") else {}
     _, output = run(tmp_path, kill_at=how, kill_step=step, **settings, **saves)
     assert "could not be written" not in output, output[-4000:]
     assert output.count("its state stays in") == (not saves), output[-4000:]
     assert_resumes(tmp_path, straight_with_validations, **settings)
     numbers = [int(line.split()[0]) for line in (tmp_path / "steps-0.txt").read_text().splitlines()]
     assert numbers == [*range(1, 19)]
-
-
-@pytest.mark.long
-def test_ctrl_c_on_two_ranks(tmp_path: Path) -> None:
-    """With state in memory, all ranks end after the same batch, and lose nothing."""
-    settings = {**AT_INTERVALS, "devices": 2, "options": {"overlap": "none"}}
-    run(tmp_path / "straight", **settings, ends=0)
-    settings["transfer"] = WRITTEN_BACK
-    _, output = run(tmp_path / "broken", kill_at="ctrl-c at update", kill_step=5, **settings)
-    assert "could not be written" not in output and output.count("its state stays in") == 1, output[-4000:]
-    assert_resumes(tmp_path / "broken", tmp_path / "straight", **settings)
-    lines = (tmp_path / "broken" / "steps-1.txt").read_text().splitlines()
-    assert [int(line.split()[0]) for line in lines] == [*range(1, 10)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("how", "step", "lost"),
-    [("error at batch start", 4, 0), ("error at validation", 6, 0), ("error at saved batch end", 5, 1)],
-)
-def test_an_error_on_one_of_two_ranks(how: str, step: int, lost: int, tmp_path: Path) -> None:
-    """Each rank writes on its own. If they end at different moments, they resume from what all wrote before."""
-    settings = {**AT_INTERVALS, "devices": 2, "options": {"overlap": "forward", "watchdog_timeout": 5}}
-    run(tmp_path / "straight", **settings, ends=0)
-    settings["transfer"] = {**WRITTEN_BACK, "persist_every": 2}
-    run(tmp_path / "broken", kill_at=how, kill_step=step, kill_rank=1, **settings)
-    assert_resumes(tmp_path / "broken", tmp_path / "straight", **settings)
-    lines = (tmp_path / "broken" / "steps-0.txt").read_text().splitlines()
-    assert [int(line.split()[0]) for line in lines] == [*range(1, step + 1), *range(step + 1 - lost, 10)]
 
 
 def test_one_script_is_its_own_restart(straight: Path, tmp_path: Path, attack: Attack) -> None:
@@ -236,7 +208,7 @@ USUAL = {
     ("parameters on storage", "int8_remainder", "forward", 1),
     ("written at an interval", "fp32", "none", 1),
     ("parameters on storage, at an interval", "int8_remainder", "forward", 1),
-    ("some written at an interval", "bf16", "backward", 2),
+    ("some written at an interval", "bf16", "backward", 1),
 }
 
 
@@ -250,7 +222,7 @@ USUAL = {
             id="-".join(map(str, case)).replace(" ", "-"),
         )
         for case in itertools.product(WHERE, STATE_FORMATS, ("none", "forward", "backward"), (1, 2))
-        if STATE_FORMATS[case[1]].on_cards or "cards" not in case[0]
+        if (STATE_FORMATS[case[1]].on_cards or "cards" not in case[0]) and ("interval" not in case[0] or case[3] == 1)
     ],
 )
 def test_a_killed_fit_resumes_wherever_the_state_is_stored(
@@ -412,11 +384,6 @@ CASES: dict[str, dict[str, Any]] = {
         "transfer": {**WRITTEN_BACK, "persist_every": 3, "dram_cache_bytes": 100_000},
         "folders": 2,
     },
-    "two processes, written at intervals": {
-        "options": {"overlap": "none", "state_format": "int8"},
-        "transfer": {**WRITTEN_BACK, "persist_every": 2},
-        "devices": 2,
-    },
     "loss scale": {
         "options": {"overlap": "backward"},
         "trainer": {"precision": "16-mixed"},
@@ -434,7 +401,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 SHORT = {"forward": 3, "two machines": 1, "written at intervals": 2}
-NUM_LONG = 25  # kills of each case: 400 in all
+NUM_LONG = 25  # kills of each case: 375 in all
 MOMENTS = (
     ("start", 0.0),
     ("start", 1.2),

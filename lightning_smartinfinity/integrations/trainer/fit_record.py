@@ -231,8 +231,6 @@ class TrainerFitRecord(FitRecord):
             restore_index(trainer, self._index, engine.saves, loop, checkpoint.get("callbacks", {}))
         follows = loop.get("follows", Following.BATCH.value if loop["after_batch"] else None)
         self._follows, self._saved_loaders = None if follows is None else Following(follows), loop["loaders"]
-        if self._follows in (Following.BATCH_END, Following.VALIDATION_END):  # a provisional record
-            settle(checkpoint["loops"]["fit_loop"], self._follows)
         if self._take_random(trainer, loop[RNG_KEY]):
             assert self._loaders is not None
             self._loaders.expect(loop["loaders"])
@@ -289,38 +287,46 @@ class TrainerFitRecord(FitRecord):
         assert self._loaders is not None
         metrics = dict(self._trainer.callback_metrics) if at is None else at[_POINT]["metrics"]
         random = {key: value for key, value in (at or self._random_now()).items() if key != _POINT}
+        checkpoint = loop_state(self._trainer)
+        if follows is Following.BATCH_END:
+            settle(checkpoint["loops"]["fit_loop"], follows)
         return {
             "after_batch": follows not in (None, Following.EPOCH),
             "follows": None if follows is None else follows.value,
             RNG_KEY: random,
             "loaders": self._loaders.state() if at is None else at[_POINT]["loaders"],
-            "checkpoint": loop_state(self._trainer),
+            "checkpoint": checkpoint,
             "metrics": metrics,
             **self._described_index(),
         }
 
     def _record_before_validation(self) -> None:
-        """Make a record after a batch, before its validation, if no earlier state could be resumed from."""
-        if self.is_behind:
-            loop = self._described_loop(Following.BATCH_END)
-            self.record_moment(loop, step=self._trainer.global_step, moment=Following.BATCH_END.value)
+        """Make a record after a batch, before its validation, if no earlier state could be resumed from.
+
+        It replaces that of a save in the batch's hooks, of which some may have come after the save.
+        """
+        if self.awaits_record:
+            self.record_so_far(self._described_loop(Following.BATCH_END), step=self._trainer.global_step)
+            self.persist()
 
     def record_moment_of_end(self) -> None:
         """Make a record of this moment if state in memory is ahead of the last one, since the fit is ending or saves.
 
         Within a batch there is nothing to record: the batch would be repeated, and its step taken twice. Nor is there
-        within a scheduler's step. What follows is otherwise the end of the batch: after that it has its record.
+        within a scheduler's step, or within a validation, before which a record was made. What follows is otherwise the
+        end of the batch: after that it has its record.
         """
         epoch_loop: Any = self._trainer.fit_loop.epoch_loop
         batch, schedulers = epoch_loop.batch_progress.current, epoch_loop.scheduler_progress.current
-        if not self.is_behind or batch.ready != batch.processed or schedulers.ready != schedulers.completed:
+        is_within = batch.ready != batch.processed or schedulers.ready != schedulers.completed
+        if is_within or self._trainer.validating or not self.awaits_record:
             return
         loop = self._described_loop(Following.BATCH_END, self._at_end or self._point(self._random_now()))
-        self.record_moment(loop, step=self._trainer.global_step, moment=Following.BATCH_END.value)
+        self.record_so_far(loop, step=self._trainer.global_step)
 
     def record_index(self) -> None:
         """Rewrite the last record with the present index, before a save; make a record if state is ahead of it."""
-        if self.is_behind:
+        if self.awaits_record and not self._trainer.validating:
             self.record_moment_of_end()
         elif self.is_on:
             self.rewrite(lambda loop: {**loop, **self._described_index()})

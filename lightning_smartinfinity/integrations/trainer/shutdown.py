@@ -6,20 +6,17 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from lightning_smartinfinity.common.interrupts import behind_held
 from lightning_smartinfinity.errors import RankLostError, StorageTimeoutError
 from lightning_smartinfinity.native import ask_to_end
 from lightning_smartinfinity.settings.user_calls import user_calls
@@ -39,7 +36,6 @@ __all__ = [
     "EndsEvaluations",
     "SavesAfterError",
     "end_by",
-    "end_together_after_interrupt",
     "end_together_after_sigterm",
     "abandon_soon_after_sigterm",
 ]
@@ -70,8 +66,6 @@ def end_together_after_sigterm(trainer: pl.Trainer) -> None:
             broadcast(loop)
         except SIGTERMException:
             agree_to_end()
-            if _Interrupt.is_pending:
-                raise KeyboardInterrupt from None
             raise
 
     connector._sigterm_notifier_fn = take_note  # type: ignore[method-assign,assignment]
@@ -92,42 +86,6 @@ def abandon_soon_after_sigterm() -> None:
 
         signal.signal(signal.SIGTERM, ask_and_handle)
     hear_sigterm()
-
-
-class _Interrupt:
-    """Handles Ctrl-C in a fit with state in memory: the first one asks all ranks to end after the same batch.
-
-    Otherwise rank 0 would end at once, and its launcher kill the other ranks, which may still wait for rank 0.
-
-    Attributes:
-        is_pending: Whether this process got Ctrl-C, and its fit has not ended since.
-        is_on: Whether a fit with state in memory and several ranks is in progress.
-    """
-
-    is_pending = is_on = False
-
-    def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
-        self.before = before
-
-    def __call__(self, number: int, frame: FrameType | None) -> Any:
-        if _Interrupt.is_pending or not _Interrupt.is_on:
-            return self.before(number, frame)
-        _Interrupt.is_pending = True
-        rank_zero_info("Ctrl-C: all ranks end after this batch. Press it again to end at once.")
-        return tell_sigterm()
-
-
-def end_together_after_interrupt(*, is_on: bool) -> None:
-    """Make all ranks end after the same batch after Ctrl-C, if they are watched.
-
-    Args:
-        is_on: Whether that is so from now on; False: Ctrl-C has its usual effect again.
-    """
-    _Interrupt.is_on, _Interrupt.is_pending = is_on and is_watching(), False
-    handler = signal.getsignal(signal.SIGINT)
-    known = isinstance(behind_held(handler), _Interrupt)
-    if _Interrupt.is_on and not known and callable(handler) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _Interrupt(handler))
 
 
 class EndsEvaluations(Strategy):

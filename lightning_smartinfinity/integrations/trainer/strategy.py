@@ -255,13 +255,15 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         return keeping_position(loader) if self.lightning_module.trainer.training else loader
 
     @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._fit_record.persist()  # a validation may be longer than an interval
+        return super().validation_step(*args, **kwargs)
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         shutdown.abandon_soon_after_sigterm()
         assert self._training_engine is not None
-        shutdown.end_together_after_interrupt(
-            is_on=self.world_size > 1 and self._training_engine.optimizer.rank_state.writes_back
-        )
         self._fit_record.begin_fit(self._trainer, self._training_engine, self._settings.transfer)
         if averages_weights(self._trainer):
             self._training_engine.optimizer.outside_writes.unrecorded = "no record holds the average of WeightAveraging"
@@ -472,7 +474,6 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         if self.lightning_module is not None:
             save_in_turn(self.lightning_module.trainer)
         completed = not self._fit_record.was_interrupted
-        shutdown.end_together_after_interrupt(is_on=False)
         self._become_idle(completed=completed)
         if self._checkpoint_index is not None:
             self._checkpoint_index.roll_back()

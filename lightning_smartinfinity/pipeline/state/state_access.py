@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.common.progress import Advance, Show
 from lightning_smartinfinity.devices.base import StorageDevice
-from lightning_smartinfinity.errors import SmartInfinityError, StorageError, StorageTimeoutError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageTimeoutError
 from lightning_smartinfinity.pipeline.layout.batches import (
     Memory,
     Piece,
@@ -86,8 +86,7 @@ def committing(
         generation: The generation to commit; already current if it was committed but the ranks' agreement was
             interrupted.
         together: Context entered around the body.
-        overwritten: Function that returns whether state in memory was overwritten. After an error of the body, here or
-            on another rank, it is called on all ranks.
+        overwritten: Function that returns whether state in memory was overwritten.
 
     Raises:
         SmartInfinityError: The body raised it, here or on another rank.
@@ -333,9 +332,7 @@ class StateAccess:
         """Make the context of a change outside of steps; see :func:`committing`."""
         generation, self._overwrites = self._store.generation + 1, False
         try:
-            with committing(
-                self._store, generation, together, overwritten=lambda: _is_anywhere(self._overwrites, together)
-            ):
+            with committing(self._store, generation, together, overwritten=lambda: self._overwrites):
                 yield
         except SmartInfinityError:
             raise
@@ -410,17 +407,6 @@ class StateAccess:
         for name, array in arrays.items():
             assert array.shape == (numel,), f"{name}: {array.shape} instead of ({numel},)"
         return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
-
-
-def _is_anywhere(found: bool, together: Together) -> bool:
-    """Return whether something was found in any process that enters the context."""
-    try:
-        with together():
-            if found:
-                raise StorageError("State in memory was overwritten.", "")
-    except SmartInfinityError:
-        return True
-    return False
 
 
 def _finish(

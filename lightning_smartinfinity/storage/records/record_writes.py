@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -40,8 +41,8 @@ class TrainingRecords:
     Attributes:
         current: The record made or resumed from last; None if there is none.
         stored: The record written or resumed from last; None if there is none.
-        holds: Whether :meth:`write` only keeps the record in memory, until :meth:`store` writes and flushes it.
-        run: ``TrainingRecord.run`` of the records to write, except for provisional ones.
+        holds: Whether :meth:`write` only keeps the record in memory, until :meth:`storing` writes and flushes it.
+        run: ``TrainingRecord.run`` of the records to write.
         residual_failure: Error of the last finished write of a residual, or None.
         nbytes: Bytes of the records and residuals written so far.
     """
@@ -62,21 +63,13 @@ class TrainingRecords:
         self._last_number: int | None = None
         self._last_generation = -1
         self._before: TrainingRecord | None = None  # the one before the current one
-        self._attempt = 0  # number of the record to store
-        self._stored_before: TrainingRecord | None = None
-        self._held: TrainingRecord | None = None  # the current record before it was stored
         self._ended: TrainingRecord | None = None  # that end() has put off
         self._residual: NDArray[np.float32] | None = None  # that of the current record, until its write begins
         self._residual_write: ResidualWrite | None = None
 
-    def hold(self, holds: bool, *, flush: bool) -> None:
-        """Let :meth:`write` only keep records in memory from now on, or end that.
-
-        Args:
-            holds: Whether it does.
-            flush: Whether to flush records that are written.
-        """
-        self.holds, self._options = holds, replace(self._options, flush=flush)
+    def hold(self) -> None:
+        """Let :meth:`write` only keep records in memory from now on, and flush those that :meth:`storing` writes."""
+        self.holds, self._options = True, replace(self._options, flush=True)
 
     def write(
         self,
@@ -87,7 +80,6 @@ class TrainingRecords:
         has_steps: bool,
         residual: NDArray[np.float32] | None,
         version: int = RECORD_VERSION,
-        moment: str = "",
     ) -> None:
         """Write a record over the last but one, and make it the current one.
 
@@ -99,8 +91,6 @@ class TrainingRecords:
             residual: float32 memory that holds the generation's residual once the generation is committed, for
                 :meth:`write_residual`; None if there is none.
             version: Format version of the content, and so of the record.
-            moment: Name of the moment of a provisional record, which is made between a step and the step's record. No
-                training resumes from records of different moments on its ranks.
 
         Raises:
             StorageError: The record could not be written. The one before it is intact.
@@ -111,7 +101,7 @@ class TrainingRecords:
             number=number,
             generation=generation,
             step=step,
-            run=hashlib.sha256(self.run + moment.encode()).digest()[: len(self.run)] if moment else self.run,
+            run=self.run,
             content=content,
             residual_numel=0 if residual is None else residual.size,
             version=version,
@@ -122,18 +112,9 @@ class TrainingRecords:
             self.stored = record
         self._before, self.current, self._residual = self.current, record, residual
 
-    def is_provisional(self, record: TrainingRecord | None) -> bool:
-        """Return whether a record of this training is provisional."""
-        return record is not None and record.run != self.run
-
-    def begin_store(self) -> None:
-        """Choose the number for :meth:`store`. All ranks call it together, so that their records have equal numbers."""
-        assert self.holds and self.current is not None
-        self._attempt = self.current.number if self._last_number is None else self._last_number + 1
-        self._stored_before, self._held = self.stored, self.current
-
-    def store(self, generation: int) -> None:
-        """Write the current record, which was held, and its residual.
+    @contextmanager
+    def storing(self, generation: int) -> Iterator[None]:
+        """Write the current record, which was held, and its residual; undo that if the body raises.
 
         Args:
             generation: The generation that it belongs to, whose residual is in memory.
@@ -141,9 +122,23 @@ class TrainingRecords:
         Raises:
             StorageError: They could not be written. The record before is intact.
         """
-        assert self.current is not None
-        record = replace(self.current, generation=generation, number=self._attempt)
-        self._last_number, self._last_generation = record.number, generation
+        assert self.holds and self.current is not None
+        before, held = self.stored, self.current
+        number = held.number if self._last_number is None else self._last_number + 1
+        self._last_number, self._last_generation = number, generation
+        try:
+            self._store(replace(held, generation=generation, number=number))
+            yield
+        except BaseException:
+            self.stored, self.current = before, held
+            self._last_number = number + 1  # skipped, so that the next record replaces this one
+            # Both files would be empty without a record before, which counts as damage.
+            erase = erase_training_record if before is not None else remove_training_record
+            with suppress(StorageError):
+                self._in_time("Erasing the training record", self._path, erase, self._folder.inside, number)
+            raise
+
+    def _store(self, record: TrainingRecord) -> None:
         self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
         self.current = record
         if record.residual_numel:
@@ -154,20 +149,6 @@ class TrainingRecords:
             if failure is not None:
                 raise failure
         self.stored = record
-
-    def withdraw(self) -> None:
-        """Undo :meth:`begin_store`, and :meth:`store` if it was called: the generation is not complete on all ranks.
-
-        Raises:
-            StorageError: The record could not be erased.
-        """
-        is_begun, self.stored, self.current = self._last_number == self._attempt, self._stored_before, self._held
-        self._last_number = self._attempt + 1  # skipped, so that the next record replaces this one
-        if not is_begun:
-            return
-        # Both files would be empty without a record before, which counts as damage.
-        erase = erase_training_record if self.stored is not None else remove_training_record
-        self._in_time("Erasing the training record", self._path, erase, self._folder.inside, self._attempt)
 
     def rewrite(self, content: bytes) -> None:
         """Replace only the content of the current record. A kill leaves the old content or the new one.
@@ -211,7 +192,7 @@ class TrainingRecords:
     def write_residual(self, generation: int) -> None:
         """Start to write the residual that belongs to the current record, if the record is of this generation.
 
-        If records are held, :meth:`store` writes it.
+        If records are held, :meth:`storing` writes it.
 
         Until :meth:`finish_residual` has returned, the residual must not change, and the places of the generation
         before must not be written to: otherwise, after a kill, a training could resume from neither generation.

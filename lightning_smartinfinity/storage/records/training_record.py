@@ -95,9 +95,8 @@ class TrainingRecord:
         number: Number of the record, 0 before the training's first step. The newer of two has the higher one.
         generation: Generation of the optimizer state that it belongs to.
         step: Optimizer steps of the training so far, for messages.
-        run: 16 bytes common to all ranks that resume together: those of the training since its start or last resume, in
-            which copies of a store differ from which trainings resumed separately; of a provisional record, a digest of
-            these and of its moment.
+        run: 16 bytes common to all ranks of a training since its start or last resume. Copies of a store from which
+            trainings resumed separately differ in it.
         content: Content that the training wrote.
         residual_numel: Number of values of the residual of compressed gradients that belongs to it; 0 if there is none.
         version: Format version of the record and of its content.

@@ -26,11 +26,7 @@ from lightning_smartinfinity.storage.folders.rank_folder import (
     rank_folder_path,
 )
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
-from lightning_smartinfinity.storage.records.training_record import (
-    TrainingRecord,
-    damaged_training_records,
-    read_training_records,
-)
+from lightning_smartinfinity.storage.records.training_record import damaged_training_records, read_training_records
 from lightning_smartinfinity.storage.state.recovery import (
     committed_records,
     damaged_records,
@@ -39,16 +35,13 @@ from lightning_smartinfinity.storage.state.recovery import (
     written_records,
 )
 
-__all__ = ["Part", "ResumePoint", "find_parts", "first_manifest", "look_at", "point_of", "points_of", "require_files"]
+__all__ = ["Part", "ResumePoint", "find_parts", "first_manifest", "look_at", "points_of", "require_files"]
 
 _OF_RANK = re.compile(r"rank-[0-9]{5,}")
 
 
 class ResumePoint(NamedTuple):
-    """A point at which a training can be resumed, if all of its ranks have it: fields of a ``TrainingRecord``.
-
-    Ranks that end on their own, with state in host memory, may write different steps under one number and generation.
-    """
+    """A point at which a training can be resumed, if all of its ranks have it: fields of a ``TrainingRecord``."""
 
     number: int
     generation: int
@@ -210,11 +203,6 @@ def look_at(folder: OpenFolder) -> Part:
     )
 
 
-def point_of(record: TrainingRecord) -> ResumePoint:
-    """Return the point at which a rank can be resumed by a record."""
-    return ResumePoint(record.number, record.generation, record.run, record.step)
-
-
 def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[ResumePoint]:
     """Return the points in a rank's first folder whose generation is committed. Neither extents nor residuals are read.
 
@@ -224,7 +212,7 @@ def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[ResumePoint]:
     if folder.status(COMMIT_NAME) is None:  # killed while the store was being removed
         return frozenset()
     records = committed_records(folder, manifest)
-    return frozenset(map(point_of, records))
+    return frozenset(ResumePoint(record.number, record.generation, record.run, record.step) for record in records)
 
 
 def _lost_file(folder: OpenFolder) -> str | None:

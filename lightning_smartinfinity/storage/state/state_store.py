@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,7 @@ class StateStore:
         identity: The identity that every extent carries.
         manifest: The content of manifest.json.
         records: The training records.
+        lost: Why the current generation cannot be read any more; None if it can.
     """
 
     def __init__(
@@ -60,14 +61,11 @@ class StateStore:
         self.identity = manifest.identity
         self._record = record
         self._stored = record
-        self._writes_back = False
         self._num_held = 0
         self._previous: CommitRecord | None = None
-        self._persisted: CommitRecord | None = None
-        self._unnumbered = record
-        self._has_record = False
         self._folders = tuple(folders)
         self._unusable: StorageError | None = None
+        self.lost: str | None = None
         self._pins: list[Pin] = []
         self._commit_bytes = 0
         self._assigned = manifest.extents.first_assigned if record.generation < 0 else record.placement.devices
@@ -166,7 +164,7 @@ class StateStore:
     @property
     def writes_back(self) -> bool:
         """Whether generations are completed on storage only by :meth:`persist`, after :meth:`write_back`."""
-        return self._writes_back
+        return self._num_held > 0
 
     @property
     def num_held(self) -> int:
@@ -195,111 +193,78 @@ class StateStore:
         beside those of two more generations of the other tasklets, and of one of these.
 
         Args:
-            num_held: Number of tasklets; 0: only the commits are in memory, because other ranks hold tasklets.
+            num_held: Number of tasklets.
 
         Raises:
             StorageFullError: The file systems have no room for these places.
             StorageError: A file cannot be extended.
         """
         assert self.extents.places_per_tasklet > 1 and self._stored is self._record
-        self._writes_back, self._num_held = True, num_held
+        self._num_held = num_held
         try:
             with io_limit(self._io_timeout):
                 wanted = self._places_needed(self._assigned)
                 limited("Extending", self._folders[0].path / STATE_NAME, self._capacities.make_room, wanted)
         except BaseException:
-            self.write_through()
+            self._num_held = 0
             raise
-        self.records.hold(True, flush=True)
+        self.records.hold()
 
-    def write_through(self) -> None:
-        """End :meth:`write_back`. The current generation is complete on storage."""
-        assert self._stored is self._record
-        self._writes_back, self._num_held = False, 0
-        self.records.hold(False, flush=self.manifest.durability == "power")
+    def persist(self, write: Callable[[Placement, NDArray[np.intp]], object], *, deadline: float = math.inf) -> None:
+        """Complete the current generation on storage, so that it survives a power loss, with its training record.
 
-    def begin_persist(self) -> tuple[Placement, NDArray[np.intp]]:
-        """Give the current generation the number that it gets on storage, and choose the places that lack there.
-
-        The number may be one higher than before: its parity selects the half of commit.bin, and the other half holds
-        the generation that stays until :meth:`end_persist`.
-
-        Returns:
-            Places of the generation, and the tasklets whose extents are to be written there from memory.
-        """
-        distance = self.generation - self._stored.generation
-        self._unnumbered = self._record
-        self._has_record = self.is_recorded
-        if self._has_record:
-            self.records.begin_store()
-        self._record = replace(self._record, generation=self.generation + (distance + 1) % 2)
-        (changed,) = np.nonzero(self.tasklet_generations != self._stored.tasklet_generations)
-        changed = changed[changed < self._num_held]
-        return self.placement.after(self._placement(first=0), changed), changed
-
-    def persist(self, placement: Placement, *, deadline: float = math.inf) -> None:
-        """Write and flush the training record, if it is of the current generation, and the commit record.
-
-        The extents have been written, and are flushed first: the generation survives a power loss.
+        Its number may become one higher: the number's parity selects the half of commit.bin, and the other half holds
+        the generation that stays until this one is complete.
 
         Args:
-            placement: The places from :meth:`begin_persist`.
+            write: Function that writes the extents of some tasklets from memory to their places in a placement.
             deadline: Time of ``time.monotonic`` by which the extents must be flushed.
 
         Raises:
-            StorageError: The record could not be written.
+            StorageError: It could not be written. The generation before stays.
         """
-        self._flush_files(self._in_time.within(deadline - time.monotonic()))
-        if self._has_record:
-            self.records.store(self.generation)
-        self._persisted = replace(self._record, placement=placement.copy())
-        self._commit_bytes += self._write_record(self._persisted, flush=True)
+        before, has_record = self._record, self.is_recorded
+        distance = self.generation - self._stored.generation
+        self._record = replace(before, generation=self.generation + (distance + 1) % 2)
+        try:
+            (changed,) = np.nonzero(self.tasklet_generations != self._stored.tasklet_generations)
+            changed = changed[changed < self._num_held]
+            placement = self.placement.after(self._placement(first=0), changed)
+            write(placement, changed)
+            self._flush_files(self._in_time.within(deadline - time.monotonic()))
+            # Should a record stay, it names places that are written to again, and recovery takes the generation before.
+            with self.records.storing(self.generation) if has_record else nullcontext():
+                self._complete(replace(self._record, placement=placement))
+        except BaseException:  # an interrupt as well
+            if self._stored is not self._record:
+                self._record = before
+            raise
+        if not has_record:
+            with suppress(StorageError):
+                self.records.complete_end()
 
-    def end_persist(self, *, whole: bool) -> None:
-        """Release the generation that was on storage before, or, if some rank could not write, the new one.
-
-        Args:
-            whole: Whether all ranks have written the new one.
-        """
-        persisted, self._persisted = self._persisted, None
-        if whole:
-            assert persisted is not None
-            self._record = self._stored = persisted
-            if not self._has_record:
+    def _complete(self, record: CommitRecord) -> None:
+        try:
+            self._commit_bytes += self._write_record(record, flush=True)
+            self._record = self._stored = record
+        except BaseException:
+            if self._stored is not record:
+                inside, path = self._folders[0].inside, self._folders[0].path / COMMIT_NAME
                 with suppress(StorageError):
-                    self.records.complete_end()
-            return
-        # Should the record stay, it names places that are written to again, and recovery takes the generation before.
-        with suppress(StorageError):
-            if self._has_record:
-                self.records.withdraw()
-        numbered, self._record = self._record, self._unnumbered
-        with suppress(StorageError):
-            inside, path = self._folders[0].inside, self._folders[0].path / COMMIT_NAME
-            self._in_time("Erasing the commit record", path, erase_record, inside, numbered, flush=False)
-
-    def begin_renewal(self) -> None:
-        """Choose the number for :meth:`renew_record`, on all ranks together."""
-        self.records.begin_store()
+                    self._in_time("Erasing the commit record", path, erase_record, inside, record, flush=False)
+            raise
 
     def renew_record(self) -> None:
-        """Store the training record of the generation on storage again, beside the one that is there.
+        """Replace the training record of the generation on storage, if there is one and another was made since.
 
         Raises:
             StorageError: It could not be written. The one on storage is intact.
         """
-        assert self._stored is self._record and self.is_recorded
-        self.records.store(self.generation)
-
-    def end_renewal(self, *, whole: bool) -> None:
-        """Withdraw the record if some rank could not write it.
-
-        Args:
-            whole: Whether all ranks have written it.
-        """
-        if not whole:
-            with suppress(StorageError):
-                self.records.withdraw()
+        stored = self.records.stored
+        is_there = stored is not None and stored.generation == self.generation
+        if is_there and self.is_recorded and self.records.current is not stored:
+            with self.records.storing(self.generation):
+                pass
 
     def pin(self) -> Pin:
         """Keep later generations from the places of this one until they are released. Between generations only.
@@ -430,10 +395,8 @@ class StateStore:
 
     def lose(self, error: BaseException) -> None:
         """Refuse all later generations: a change of state that is written back has failed half-way."""
-        self._unusable = StorageError(
-            f"Optimizer state in host memory was overwritten by a change that failed: {error}",
-            "Resume from storage or a checkpoint; with durability='step' such a change is undone.",
-        )
+        self.lost = f"optimizer state in host memory was overwritten by a change that failed. {error}"
+        self._unusable = StorageError(self.lost, "Resume from storage; with durability='step' such a change is undone.")
 
     def revert(self) -> None:
         """Roll the last :meth:`commit` back; nothing may have been written since.
@@ -457,7 +420,6 @@ class StateStore:
         has_steps: bool,
         residual: NDArray[np.float32] | None = None,
         version: int = RECORD_VERSION,
-        moment: str = "",
     ) -> None:
         """Write what a training needs, in addition to a generation's state, to resume there; see ``training_record``.
 
@@ -468,7 +430,6 @@ class StateStore:
             has_steps: Whether the training has taken a step since it began.
             residual: float32 memory of the residual of compressed gradients. ``records`` writes it in the background.
             version: Format version of the content.
-            moment: As for :meth:`TrainingRecords.write`.
 
         Raises:
             StorageError: The record could not be written. The record before it is intact.
@@ -480,7 +441,6 @@ class StateStore:
             has_steps=has_steps,
             residual=residual,
             version=version,
-            moment=moment,
         )
         self.records.write_residual(self.generation)
 

@@ -24,6 +24,7 @@ from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.zero3.parameters.partition import Partition
 from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.ranks.collectives import gather
@@ -47,7 +48,7 @@ class Keeping:
         says_end: Whether the caller sets ``completed`` at the end. If not, the training counts as completed when the
             process ends without an error or drops the training.
         saved: Whether a checkpoint or an export was made since the last step.
-        was_written: Whether :meth:`write` has been called for state that stays, after which nothing more is written.
+        gave_up: Whether :meth:`write` has failed, after which nothing more is written.
         told: Function to call after the state was kept for another training to resume from.
     """
 
@@ -60,7 +61,7 @@ class Keeping:
     completed: bool = False
     says_end: bool = True
     saved: bool = False
-    was_written: bool = False
+    gave_up: bool = False
     told: Callable[[], None] | None = None
 
     @property
@@ -107,17 +108,18 @@ class Keeping:
             handler: The handler; no step that could still be committed is in flight.
             lost: Why the newest generation cannot be written; None if it can.
         """
-        stays = self.stays
-        if stays and not self.was_written and handler.writes_back and (lost is not None or not handler.is_stored):
+        if self.stays and not self.gave_up and handler.writes_back and (lost is not None or not handler.is_stored):
             reason = lost or self._obstacle_to_write(handler)
             if reason is None:
                 reason = _flush(handler, seconds=math.inf if self.completed else self.flush_timeout)
             if reason is not None:
+                self.gave_up = True
                 _warn_of_lost_steps(handler, reason)
-        self.was_written = self.was_written or stays
         self.resumable = self.resumable and handler.is_resumable
 
     def _obstacle_to_write(self, handler: TransferHandler) -> str | None:
+        if handler.lost is not None:
+            return handler.lost
         if handler.is_pinned:
             return "a checkpoint was still being saved from the state that is on storage."
         if not handler.may_persist:
@@ -197,7 +199,7 @@ class RankState:
     @property
     def is_usable(self) -> bool:
         """Whether the state is open and can be read and written; false after a step that could not be rolled back."""
-        return self.is_open and self._unusable_reason is None
+        return self.is_open and self._obstacle is None
 
     @property
     def handler(self) -> TransferHandler:
@@ -208,12 +210,20 @@ class RankState:
         """
         if self._handler is None or self._handler.is_closed:
             raise self._closed("optimizer state")
-        if self._unusable_reason is not None:
-            raise StorageError(
-                f"The optimizer state of this training is lost: {self._unusable_reason}",
-                "Resume from a checkpoint; use TransferConfig(durability='step') on a sound disk.",
-            )
+        if self._obstacle is not None:
+            raise StorageError(f"The optimizer state of this training is lost: {self._obstacle}", self._remedy())
         return self._handler
+
+    @property
+    def _obstacle(self) -> str | None:
+        """Why the state cannot be read or written; None if it can."""
+        return self._unusable_reason or (None if self._handler is None else self._handler.lost)
+
+    def _remedy(self) -> str:
+        step = self._handler.stored_step if self.writes_back and self._handler is not None else None
+        if step is None:
+            return "Resume from a checkpoint; use TransferConfig(durability='step') on a sound disk."
+        return f"Storage has the state after step {step}. To go on from there, {user_calls().resumes}."
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise StorageError for the arena of a closed training: Python calls this where an attribute is missing."""
@@ -354,7 +364,7 @@ class RankState:
         self.background.join()
         # Close each before dropping its reference, so that this can be called again after an interrupt.
         if self._handler is not None:
-            if self._unusable_reason is None:
+            if self._obstacle is None:
                 self._commit_or_roll_back(self._handler)
             self.write()
             self.keeping.leave(self._handler)

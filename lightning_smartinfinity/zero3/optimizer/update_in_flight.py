@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
-from lightning_smartinfinity.pipeline.state.state_access import Together
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.zero3.optimizer.persistence import Persistence
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState, warn_of_rolled_back_step
@@ -161,18 +159,12 @@ class UpdateInFlight:
         self._step_returned = self._begun
 
     def end_alone(self) -> None:
-        """Commit the step in flight, if this rank can, and write state in memory, after an error. Not collective."""
-        with self._lock:
-            self.wait()
-            if self._begun and self._rank_state.is_usable:
-                try:
-                    self._commit(together=nullcontext)
-                except SmartInfinityError as error:
-                    self.roll_back(error)
-                    warn_of_rolled_back_step(error)
-                else:
-                    self._end()
-            self._persistence.end_alone()
+        """Commit the step in flight, if that is possible, and write state in memory. It is for one process only."""
+        try:
+            self._drain()
+        except SmartInfinityError as error:
+            warn_of_rolled_back_step(error)
+        self._rank_state.write()
 
     def is_untouched(self, param: ZeroParameter) -> bool:
         """Return whether the parameter is in the step in flight and was not requested since; the same on all ranks."""
@@ -230,16 +222,22 @@ class UpdateInFlight:
                 was rolled back on all.
         """
         with self._lock:
+            if self._drain():
+                self._persistence.write()
+
+    def _drain(self) -> bool:
+        """Act as :meth:`drain`, but write no state in memory; return whether a step was committed."""
+        with self._lock:
             self.wait()
             if not self._begun or not self._rank_state.is_open:
-                return
+                return False
             try:
-                self._commit(together=partial(failing_together, self._partition.group))
+                self._commit()
             except SmartInfinityError as error:
                 self.roll_back(error)
                 raise
             self._end()
-            self._persistence.write()
+            return True
 
     def drain_for_residual(self) -> None:
         """Drain if compression keeps a residual, computed from gradients that the next ones are about to replace."""
@@ -299,8 +297,9 @@ class UpdateInFlight:
         if dist.get_world_size(self._partition.group) == 1:
             self.drain()
 
-    def _commit(self, *, together: Together) -> None:
+    def _commit(self) -> None:
         """Commit on all ranks. If one fails, ranks that have written their record erase it, and all ranks raise."""
+        together = partial(failing_together, self._partition.group)
         if self._failure is None:
             # An interrupt may have hit between an earlier commit and the call of _end.
             if self._rank_state.handler.in_flight:

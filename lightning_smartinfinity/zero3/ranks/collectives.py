@@ -32,7 +32,6 @@ __all__ = [
     "show_on_rank_zero",
     "sum_over_ranks",
     "sums_over_ranks",
-    "writing_group",
 ]
 
 T = TypeVar("T")
@@ -89,21 +88,12 @@ def ending_group() -> ProcessGroup:
     return _group_for("ending", timeout=_ENDING_LIMIT)
 
 
-def writing_group(seconds: float) -> ProcessGroup:
-    """Return the group of all ranks to await each other's last writes with; collective on the first call.
-
-    Args:
-        seconds: How long a rank may write after another one has written.
-    """
-    return _group_for("writes", timeout=timedelta(seconds=seconds))
-
-
 def all_come(number: int, group: ProcessGroup) -> bool:
-    """Return whether all ranks call this within the group's time limit, with the same number.
+    """Return whether all ranks call this within some seconds, with the same number.
 
     Args:
         number: The number.
-        group: The result of :func:`ending_group` or :func:`writing_group`. After False it cannot be used again.
+        group: The result of :func:`ending_group`. After False it cannot be used again.
     """
     met = torch.empty(dist.get_world_size(group), dtype=torch.int64)
     try:

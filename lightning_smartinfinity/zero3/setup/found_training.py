@@ -23,7 +23,7 @@ from lightning_smartinfinity.storage.io.files import limited
 from lightning_smartinfinity.storage.jobs.archiving import plan_archiving
 from lightning_smartinfinity.storage.jobs.trainings import Condition, Training, movers_of, trainings_in
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
-from lightning_smartinfinity.storage.state.parts import Part, find_parts, point_of
+from lightning_smartinfinity.storage.state.parts import Part, find_parts
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup.archiving import put_together, seen_parts
@@ -109,8 +109,8 @@ def next_record(settings: StrategySettings, group: ProcessGroup | None) -> Train
             )
     if first is not None:
         records = gather(records, group)[0]
-    common = newest_common(gather(set(map(point_of, records)), group), offload)
-    return next(record for record in records if point_of(record) == common)
+    common = newest_common(gather({_point(record) for record in records}, group), offload)
+    return next(record for record in records if _point(record) == common)
 
 
 def _first_of_other_ranks(settings: OffloadSettings, group: ProcessGroup | None) -> Part | None:
@@ -120,6 +120,10 @@ def _first_of_other_ranks(settings: OffloadSettings, group: ProcessGroup | None)
     if any(part.world_size == dist.get_world_size(group) for part in parts):
         return None
     return next((part for part in parts if (part.rank, part.device) == (0, 0)), None)
+
+
+def _point(record: TrainingRecord) -> tuple[int, int, bytes]:
+    return record.number, record.generation, record.run
 
 
 def archived_bytes(settings: StrategySettings) -> tuple[str, int]:

@@ -30,7 +30,7 @@ from lightning_smartinfinity.storage.folders.rank_folder import rank_folder_path
 from lightning_smartinfinity.storage.jobs.archiving import Plan, plan_making_way
 from lightning_smartinfinity.storage.jobs.trainings import Condition, Training, movers_of, trainings_in
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
-from lightning_smartinfinity.storage.state.parts import Part, ResumePoint, point_of
+from lightning_smartinfinity.storage.state.parts import Part
 from lightning_smartinfinity.storage.state.recovery import require_recoverable
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -88,7 +88,7 @@ def find_predecessor(
     if training is None:
         return None
     folders: tuple[tuple[Path, ...], ...] = ()
-    points: dict[int, set[ResumePoint]] = {}
+    points: dict[int, set[tuple[int, int, bytes]]] = {}
     first: list[TrainingRecord] = []
     with raising_together(group):
         folders = _folders_here(training, seen[rank], rank=rank)
@@ -102,11 +102,11 @@ def find_predecessor(
             )
             require_recoverable(folders[source][0], manifest, state_format=None)
             check_description(manifest.description, description, fields=_SAME)
-            points[source] = set(map(point_of, records))
+            points[source] = {(record.number, record.generation, record.run) for record in records}
             first = records if source == 0 else first
     common = newest_common([found for of_rank in gather(points, group) for found in of_rank.values()], settings)
     first = gather(first, group)[0]
-    record = next(each for each in first if point_of(each) == common)
+    record = next(each for each in first if (each.number, each.generation, each.run) == common)
     return Predecessor(training=training, folders=folders, record=record, seen=seen)
 
 

@@ -20,7 +20,7 @@ from lightning_smartinfinity.storage import StateStore, StoreDescription, find_r
 from lightning_smartinfinity.storage.folders.manifest import Manifest
 from lightning_smartinfinity.storage.io.deadlines import io_limit
 from lightning_smartinfinity.storage.io.files import limited
-from lightning_smartinfinity.storage.state.parts import ResumePoint, first_manifest, point_of
+from lightning_smartinfinity.storage.state.parts import first_manifest
 from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup.update_device import takes_tasklets
@@ -121,7 +121,7 @@ def recover_for_training(
         StorageError: The store cannot be opened; raised on every rank.
     """
     rank, transfer = dist.get_rank(group), settings.transfer
-    points: set[ResumePoint] = set()
+    points: set[tuple[int, int, bytes]] = set()
     with raising_together(group):
         manifest, records = find_resumable(
             settings.storage,
@@ -131,16 +131,16 @@ def recover_for_training(
             check=settings.check_record,
         )
         _check(manifest, layout, description, world_size=dist.get_world_size(group))
-        points = set(map(point_of, records))
-    point = newest_common(gather(points, group), settings)
+        points = {(record.number, record.generation, record.run) for record in records}
+    number, generation, _ = newest_common(gather(points, group), settings)
     run = gather(uuid.uuid4().bytes, group)[0]
     with raising_together(group):
         store = recover_store(
             settings.storage,
             job=transfer.job,
             rank=rank,
-            newest=point.generation,
-            training=point.number,
+            newest=generation,
+            training=number,
             run=run,
             direct_io=transfer.file_access,
             io_engine=transfer.io_engine,
@@ -150,11 +150,11 @@ def recover_for_training(
     return store
 
 
-def newest_common(points: Sequence[set[ResumePoint]], settings: OffloadSettings) -> ResumePoint:
-    """Return the point of the newest training record that all ranks of a training have.
+def newest_common(points: Sequence[set[tuple[int, int, bytes]]], settings: OffloadSettings) -> tuple[int, int, bytes]:
+    """Return number, generation and run of the newest training record that all ranks of a training have.
 
     Args:
-        points: For each rank, the points of its records.
+        points: For each rank, the number, generation and run of its records.
         settings: Settings with the training's folders, for the error.
 
     Raises:
