@@ -235,7 +235,7 @@ def _writes_per_step(training: Training, step_seconds: float) -> float:
     """Return how often a step writes state in host memory to storage."""
     if training.places == 1:
         return 0.0
-    if training.interval is None:
+    if training.interval is None or not training.writes_back:
         return 1.0
     return min(1.0, (1 if isinstance(training.interval, int) else step_seconds) / training.interval)
 
