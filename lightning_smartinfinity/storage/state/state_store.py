@@ -262,7 +262,7 @@ class StateStore:
         """
         stored = self.records.stored
         is_there = stored is not None and stored.generation == self.generation
-        if is_there and self.is_recorded and self.records.current is not stored:
+        if self.writes_back and is_there and self.is_recorded and self.records.current is not stored:
             with self.records.storing(self.generation):
                 pass
 
