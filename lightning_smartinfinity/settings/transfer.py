@@ -116,9 +116,9 @@ class TransferConfig:
             flushes the device), ``"interval"`` or ``"none"`` (one place for each tasklet, and state in host memory is
             never written: training resumes from checkpoints only). With ``"interval"``, state in host memory is written
             to storage only every ``persist_every``; the generation written then stays whole on storage until the next
-            one is, and an interrupted training resumes from it. State on storage has a third place for that. Where no
-            state is in host memory, storage has no room for third places, or SmartSSDs update, it acts as ``"step"``,
-            with a warning.
+            one is, and an interrupted training resumes from it. State on storage has a third place for that. With
+            several processes, without state in host memory or room for third places, and if SmartSSDs update, it acts
+            as ``"step"``, with a warning.
         persist_every: With ``durability="interval"``, how often state in host memory is written to storage: a number of
             optimizer steps, or a time such as ``"10min"`` or ``"90s"``. Either is extended so that writing takes at
             most a twentieth of the training's time.
