@@ -274,18 +274,16 @@ def test_storage_without_room_for_a_third_place(tmp_path: Path) -> None:
         fit_with(StorageError("The disk is broken.", "Mend it."))
 
 
-def test_no_state_in_memory(tmp_path: Path) -> None:
-    """Then all state is written in every step, and a warning says so."""
-    with pytest.warns(UserWarning, match="works as 'step'.*: no state is in host memory"):
-        fit(LitTiny(Recipe()), tmp_path, transfer={"durability": "interval"})
-
-
-def test_several_processes() -> None:
-    """Then all state is written in every step, and a warning says so."""
-    handler = mock.Mock()
+@pytest.mark.parametrize(
+    ("num_ranks", "num_resident", "reason"),
+    [(1, 0, "no state is in host memory"), (2, 5, "it is for one process, and 2 are training")],
+)
+def test_where_an_interval_does_not_work(num_ranks: int, num_resident: int, reason: str) -> None:
+    """All state is written in every step there, and a warning says so."""
+    handler = mock.Mock(num_resident=num_resident)
     with (
-        mock.patch.multiple(dist, get_world_size=lambda group: 2, get_rank=lambda group: 0),
-        pytest.warns(UserWarning, match="works as 'step'.*: it is for one process, and 2 are training"),
+        mock.patch.multiple(dist, get_world_size=lambda group: num_ranks, get_rank=lambda group: 0),
+        pytest.warns(UserWarning, match=f"works as 'step', .*: {reason}"),
     ):
         begin_write_back(handler, TransferConfig(durability="interval"), None)
     handler.write_back.assert_not_called()
