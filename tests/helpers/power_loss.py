@@ -164,8 +164,8 @@ class RecordedDisk:
             return flushed
         blocks = []
         for begin in range(0, len(self._random.choice((flushed, now))), _BLOCK):
-            versions = (flushed[begin : begin + _BLOCK], now[begin : begin + _BLOCK], bytes(_BLOCK))
-            blocks.append(self._random.choice(versions))
+            before, after = flushed[begin : begin + _BLOCK], now[begin : begin + _BLOCK]
+            blocks.append(before if before == after else self._random.choice((before, after, bytes(_BLOCK))))
         return b"".join(blocks)
 
 
@@ -209,6 +209,7 @@ def observed(look: Callable[[], None]) -> Iterator[None]:
     with ExitStack() as replaced:
         for name in ("fsync", "fdatasync", "rename", "replace"):
             replaced.enter_context(mock.patch.object(os, name, looking(getattr(os, name))))
+        replaced.enter_context(mock.patch.object(native.StateFile, "sync", looking(native.StateFile.sync)))
         yield
 
 
