@@ -130,14 +130,15 @@ def test_a_write_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     """
     caplog.set_level("INFO")
     write, num_calls, steps, left = StateStore._write_record, 0, list[int | None](), list[int]()
-    recorded = []
+    recorded, full = [], StorageFullError("The disk is full.", "Free space.")
+    errors = {1: full, 3: StorageError("The file system is read-only.", "Mount it to be written."), 4: full}
 
     def fails(store: StateStore, record: Any, *, flush: bool) -> int:
         nonlocal num_calls
         num_calls += store.writes_back
         written = write(store, record, flush=flush)
-        if store.writes_back and num_calls in (1, 3, 4):
-            raise StorageFullError("The disk is full.", "Free space.")
+        if store.writes_back and num_calls in errors:
+            raise errors[num_calls]
         return written
 
     def look(trainer: Any, module: Any) -> None:
@@ -165,9 +166,10 @@ def test_a_write_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
             ],
         ).strategy.close()  # type: ignore[attr-defined]
     told = [str(each.message) for each in warned if "could not be written to storage" in str(each.message)]
-    assert [each.partition("A kill would lose ")[2] for each in told] == [
-        "all of the training.",
-        "all steps after step 2.",
+    assert [each.partition("to storage: ")[2] for each in told] == [
+        "The disk is full. Free space. The training goes on. A kill would lose all of the training.",
+        "The file system is read-only. Mount it to be written. The training goes on. A kill would lose all steps after "
+        "step 2.",
     ]
     assert all(recorded), "a failed write gives the generation its number back"
     assert "its share of what is free, except for a quarter" in caplog.text
