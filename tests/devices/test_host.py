@@ -144,9 +144,12 @@ def test_choice_of_engine_is_told(device: HostDevice, tmp_path: Path, monkeypatc
     ],
 )
 def test_registration_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str) -> None:
-    """The description says whether the ring is registered with io_uring. If not, it gives the reason and the remedy."""
+    """The description says whether the ring is registered with io_uring. If not, it gives the reason and the remedy.
+
+    By default files with direct I/O use io_uring. For the page cache it would only start kernel threads.
+    """
     path = tmp_path / "state.bin"
-    with opened(path, direct=path, io_engine="io_uring") as device:
+    with opened(path, direct=path) as device:
         if number:
             refused = SimpleNamespace(registered_bytes=0, registration_errno=number)
             pipeline = SimpleNamespace(io_engine="io_uring", ring_bytes=device.ring_bytes, counters=lambda: refused)

@@ -121,7 +121,8 @@ trainer:
     init_args:
       storage: [{{folder}}/nvme0, {{folder}}/nvme1]
       transfer:
-        tasklet_bytes: 1048576
+        tasklet_bytes: 4MB
+        dram_cache_bytes: 8GiB
         num_buffers: 8
         durability: power
       compression:
@@ -170,21 +171,20 @@ def test_strategy_on_the_command_line(arguments: list[str]) -> None:
 
 
 def test_settings_in_a_file(tmp_path: Path) -> None:
-    """``class_path`` and ``init_args`` reach the constructor with their types."""
-    strategy = strategy_from(written(YAML, tmp_path))
+    """``class_path`` and ``init_args`` reach the constructor with their types.
+
+    Sizes may be text, on the command line, which comes after the file, too.
+    """
+    config = written(YAML, tmp_path)
+    strategy = strategy_from(config, "--trainer.strategy.init_args.transfer.dram_cache_bytes=1GB")
     settings = strategy._settings
     assert settings.storage == (tmp_path / "nvme0", tmp_path / "nvme1")
-    assert (settings.transfer.num_buffers, settings.transfer.durability) == (8, "power")
+    transfer = settings.transfer
+    assert (transfer.tasklet_bytes, transfer.dram_cache_bytes) == (4_000_000, 10**9)
+    assert (transfer.num_buffers, transfer.durability) == (8, "power")
     expected = (TopK(0.02, error_feedback=False), ActivationOffload(budget_bytes=8_000_000_000))
     assert (settings.compression, settings.activations) == expected
     assert strategy.config["zero_optimization"]["reduce_bucket_size"] == 1_000_000  # type: ignore[index]
-
-
-def test_sizes_with_their_units(tmp_path: Path) -> None:
-    """Sizes may be text, on the command line and in a file."""
-    config = written(YAML.replace("1048576", "4MB\n        dram_cache_bytes: 8GiB"), tmp_path)
-    transfer = strategy_from(config, "--trainer.strategy.init_args.transfer.dram_cache_bytes=1GB")._settings.transfer
-    assert (transfer.tasklet_bytes, transfer.dram_cache_bytes, transfer.num_buffers) == (4_000_000, 10**9, 8)
 
 
 def test_a_misspelt_setting_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

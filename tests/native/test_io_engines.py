@@ -64,13 +64,6 @@ def test_same_results(tmp_path: Path, engine: str, direct: bool) -> None:
         assert after.io_cpu_seconds > before.io_cpu_seconds
 
 
-@pytest.mark.parametrize(("direct", "expected"), [(True, "io_uring"), (False, "plain")])
-def test_choice(tmp_path: Path, direct: bool, expected: str) -> None:
-    """Direct files use io_uring. For files in the page cache it would only start kernel threads, so they use plain."""
-    with StoredState(tmp_path, NUMEL, 4096, direct=direct) as state:
-        assert state.pipeline.io_engine == expected
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_many_requests_at_once(tmp_path: Path, engine: str) -> None:
     """More requests than a ring has entries complete, in any order. Each ticket belongs to its own request.

@@ -96,9 +96,13 @@ def test_space_that_both_need(scratch: Path) -> None:
         assert "/shared/storage-0', '" in error and "/shared/storage-1' on 'node0', 'node1', where" in error
 
 
-def test_leftovers_are_looked_for_by_one_machine(scratch: Path) -> None:
-    """The other one does not remember that nothing was there: its next save to the path would wait."""
-    assert run("leftovers", scratch, mounts=False) == [True, True]
+@pytest.mark.parametrize(("doing", "found"), [("leftovers", True), ("universal", 2)])
+def test_what_one_machine_looks_for(doing: str, found: int, scratch: Path) -> None:
+    """One machine looks for leftovers. The other does not remember that none were there, or its next save would wait.
+
+    A universal checkpoint is waited for, though the other machine remembers that nothing was there.
+    """
+    assert run(doing, scratch, mounts=False) == [found, found]
 
 
 @pytest.mark.parametrize("num_saves", long_but([8], [8, 20]))
@@ -196,11 +200,6 @@ def test_checkpoints_on_own_disks(scratch: Path) -> None:
 def test_two_processes_on_each_machine(where: str, scratch: Path) -> None:
     """They share their machine's part, which one of them puts in place."""
     assert_resumed(run(where, scratch, mounts=True, ranks=4))
-
-
-def test_a_universal_checkpoint(scratch: Path) -> None:
-    """It is waited for, though the other machine remembers that nothing was there."""
-    assert run("universal", scratch, mounts=False) == [2, 2]
 
 
 @pytest.mark.usefixtures("_own_mounts")

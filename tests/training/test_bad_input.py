@@ -58,6 +58,12 @@ def free_bytes(count: int) -> Any:
     return mock.patch.object(os, "statvfs", statvfs)
 
 
+STORED = {"offload_param": {"device": "nvme"}}
+BUDGET = {"transfer": {"parameter_bytes": "1MB"}}
+FEATURES = ("hpZ", "MiCS", "ZenFlow", "SuperOffload", "quantized", "elastic", "load_from_fp32_weights")
+PASSED_ON = {"transfer": "TransferConfig|zero", "plan": "PlanConfig|SmartInfinity(?:Fabric)?Strategy"}
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -110,15 +116,39 @@ def free_bytes(count: int) -> Any:
         ({"hysteresis": True}, "hysteresis=True"),
         ({"exclude_frozen_parameters": 1}, "bool"),
         ({"timeout": 60}, "timedelta"),
+        # Misspelt, or refused whatever the value.
+        ({"zero": {"zero_hpz_partitions": 2}}, "hpZ"),
+        ({"zero": {"mics_shard_size": -1}}, "MiCS"),
+        # What follows from a budget is not set beside it, and its parameters have to be on storage.
+        ({**BUDGET, "zero": None}, "needs parameters on storage"),
+        ({**BUDGET, "zero": {"offload_param": {"device": "cpu"}}}, "needs parameters on storage"),
+        ({**BUDGET, "zero": {**STORED, "stage3_max_live_parameters": 5}}, "live_parameters': ...} follows from"),
+        ({**BUDGET, "zero": {**STORED, "prefetch_bucket_size": 5}}, "'prefetch_bucket_size': ...} follows from"),
+        (
+            {**BUDGET, "zero": {"offload_param": {"device": "nvme", "buffer_count": 5}}},
+            "'buffer_count': ...}} follows from",
+        ),
+        ({"plan": "fast"}, "plan='fast'"),
+        ({"plan": {"batchsize": 2}}, "batchsize"),
+        ({"plan": {"batch": 0}}, "batch=0"),
+        ({"plan": {"state_formats": ["fp8"]}}, "state_formats"),
+        ({"plan": {"host_memory": "much"}}, "host_memory"),
+        ({"plan": {"model": ""}}, "model=''"),
+        ({"plan": {"optimizer": "Lion"}}, "optimizer='Lion'"),
     ],
 )
 def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: dict[str, Any], named: str) -> None:
-    """The constructor raises an error that begins with the class that was called, and names the value."""
+    """The constructor raises an error that begins with the class that was called, and names the value.
+
+    The errors of what it passes on, of a budget and of a plan, begin with what they are about.
+    That of a feature that does not work here is another one than that of a wrong value.
+    """
     for strategy in (SmartInfinityStrategy, SmartInfinityFabricStrategy):
-        with pytest.raises((ConfigError, UnsupportedError)) as caught:
+        with pytest.raises(UnsupportedError if named.startswith(FEATURES) else ConfigError) as caught:
             strategy(**settings)
         assert_helpful(caught.value, named)
-        assert re.match(rf"{strategy.__name__}\b|update_device='smartssd' needs", str(caught.value))
+        owner = PASSED_ON.get(next(iter(settings)), strategy.__name__)
+        assert re.match(rf"(?:{owner})\b|update_device='smartssd' needs", str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -157,37 +187,6 @@ def test_transfer_settings_out_of_range_raise(settings: dict[str, Any]) -> None:
     """TransferConfig validates its settings at construction."""
     with refused(ConfigError, next(iter(settings))):
         TransferConfig(**settings)
-
-
-STORED = {"offload_param": {"device": "nvme"}}
-BUDGET = {"transfer": {"parameter_bytes": "1MB"}}
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        # What follows from a budget is not set beside it, and its parameters have to be on storage.
-        ({**BUDGET, "zero": None}, "needs parameters on storage"),
-        ({**BUDGET, "zero": {"offload_param": {"device": "cpu"}}}, "needs parameters on storage"),
-        ({**BUDGET, "zero": {**STORED, "stage3_max_live_parameters": 5}}, "live_parameters': ...} follows from"),
-        ({**BUDGET, "zero": {**STORED, "prefetch_bucket_size": 5}}, "'prefetch_bucket_size': ...} follows from"),
-        (
-            {**BUDGET, "zero": {"offload_param": {"device": "nvme", "buffer_count": 5}}},
-            "'buffer_count': ...}} follows from",
-        ),
-        ({"plan": "fast"}, "plan='fast'"),
-        ({"plan": {"batchsize": 2}}, "batchsize"),
-        ({"plan": {"batch": 0}}, "batch=0"),
-        ({"plan": {"state_formats": ["fp8"]}}, "state_formats"),
-        ({"plan": {"host_memory": "much"}}, "host_memory"),
-        ({"plan": {"model": ""}}, "model=''"),
-        ({"plan": {"optimizer": "Lion"}}, "optimizer='Lion'"),
-    ],
-)
-def test_settings_that_the_constructor_passes_on(settings: dict[str, Any], named: str) -> None:
-    """What contradicts a budget of parameters, and a plan that says nothing sensible, raise in the constructor."""
-    with refused(ConfigError, named):
-        SmartInfinityStrategy(**settings)
 
 
 def test_checkpoints_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +255,24 @@ def with_experts(part: str) -> LitTiny:
     return module
 
 
+def with_own_step(params: list[Any]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    return optimizer
+
+
+def with_state_hook(params: list[Any]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def with_foreign_state(params: list[Any]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params)
+    optimizer.state[params[0]]["max_exp_avg_sq"] = torch.zeros_like(params[0])
+    return optimizer
+
+
 def plain() -> LitTiny:
     return LitTiny(Recipe())
 
@@ -272,6 +289,14 @@ REFUSED: dict[str, tuple[Callable[[], LitTiny], dict[str, Any], type[SmartInfini
         UnsupportedError,
         ("several optimizers",),
     ),
+    "a step of its own": (lambda: optimized(with_own_step), {}, UnsupportedError, ("AdamW.step was replaced",)),
+    "a hook of state": (
+        lambda: optimized(with_state_hook),
+        {},
+        UnsupportedError,
+        ("register_load_state_dict_pre_hook",),
+    ),
+    "state of another": (lambda: optimized(with_foreign_state), {}, UnsupportedError, ("'max_exp_avg_sq'",)),
     "two optimizers by hand": (by_two_optimizers, {}, UnsupportedError, ("2 optimizers", "parameter groups")),
     "no optimizer": (
         lambda: optimized(lambda params: None),

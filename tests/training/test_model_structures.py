@@ -38,19 +38,35 @@ from tests.training.model_runs import (
 )
 from tests.training.small import Small
 
-# Two processes train these in turn.
+# Two processes train these in turn, or another case has the same in another precision.
 LONG = {
     "adapters, and an empty parameter group",
     "parameters in containers",
     "a tensor larger than ring and sub-group",
     "a module in two parents",
+    "a gradient penalty",
+    "losses balanced by their slopes",
+    "in bf16",
+    "by one micro-batch",
+    "by another module",
+    *(CHECKPOINTS.keys() - {"reentrant, small buckets", "not reentrant", "selective"}),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in STRUCTURES])
-def test_hard_structures_train_like_torch(name: str, tmp_path: Path) -> None:
-    """Modules used several times, tied, nested, partly frozen, or with tensors of unusual sizes train like torch."""
-    assert_trains_like_torch(STRUCTURES[name], train_near_storage(STRUCTURES[name], tmp_path))
+@pytest.mark.parametrize("name", long_but([name for name in CASES if name not in LONG], CASES))
+def test_every_case_trains_like_torch(name: str, tmp_path: Path) -> None:
+    """Modules used several times, tied, nested, partly frozen, or with tensors of unusual sizes train like torch.
+
+    Each arrival of the gradient of a weight that activation checkpoints share counts once, before or after its bucket
+    has left. Stock DeepSpeed keeps the last arrival only, or fails an assertion if two fall into one bucket.
+
+    A step without a gradient applies no decay, no moment and no count to a parameter, which may be used alternately,
+    late, by one micro-batch, or never. Stock applies the last gradient again, and weight decay.
+
+    Parameters are gathered for retained graphs and for gradients of gradients. Stock ZeRO-3 has released them by then,
+    and fails on shapes in the middle of the second backward.
+    """
+    assert_trains_like_torch(CASES[name], train_near_storage(CASES[name], tmp_path))
 
 
 class WithBias(Reused):
@@ -130,54 +146,11 @@ def test_two_processes_train_like_torch(name: str, trained: dict[str, Trained]) 
     assert_trains_like_torch(CASES[name], trained[name], world_size=2)
 
 
-# Two processes train the others in turn, or another case has the same in another precision.
-LONG_GRAPHS = ("a gradient penalty", "losses balanced by their slopes")
-
-
-@pytest.mark.parametrize("name", long_but([name for name in GRAPHS if name not in LONG_GRAPHS], GRAPHS))
-def test_unusual_graphs_train_like_torch(name: str, tmp_path: Path) -> None:
-    """Parameters are gathered for retained graphs and for gradients of gradients.
-
-    Stock ZeRO-3 has released them by then, and fails on shapes in the middle of the second backward.
-    """
-    assert_trains_like_torch(GRAPHS[name], train_near_storage(GRAPHS[name], tmp_path))
-
-
 class Differentiable(TwoBackwards):
     """A module that asks for differentiable gradients of its parameters."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
         self.manual_backward(self.loss(self.case.batch(0), 0), create_graph=True)
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (TiedByData, r"'back.weight' and 'front.weight' share memory"),
-        (Differentiable, r"backward\(create_graph=.*torch.autograd.grad"),
-    ],
-)
-def test_models_that_cannot_be_trained_are_refused(module: Any, message: str, tmp_path: Path) -> None:
-    """ZeRO-3 would untie parameters over the same memory silently; the error names both.
-
-    Gradients move to the arena as soon as they arrive, so none is differentiable; the error names torch.autograd.grad.
-    """
-    with pytest.raises(UnsupportedError, match=message):
-        train_near_storage(Case(module), tmp_path)
-
-
-# Two processes train the others in turn, or another case has the same in another precision.
-LONG_UNUSED = ("in bf16", "by one micro-batch", "by another module")
-
-
-@pytest.mark.parametrize("name", long_but([name for name in UNUSED if name not in LONG_UNUSED], UNUSED))
-def test_parameters_unused_for_some_steps_train_like_torch(name: str, tmp_path: Path) -> None:
-    """A step without a gradient applies no decay, no moment and no count to a parameter.
-
-    This covers parameters used alternately, late, by one micro-batch, or never. Stock DeepSpeed applies the last
-    gradient again, and weight decay.
-    """
-    assert_trains_like_torch(UNUSED[name], train_near_storage(UNUSED[name], tmp_path))
 
 
 def test_resuming_keeps_every_count(tmp_path: Path) -> None:
@@ -223,11 +196,25 @@ def test_a_module_compiled_in_place_trains_like_torch(tmp_path: Path) -> None:
     assert_trains_like_torch(Case(Compiled, steps=2), trained)
 
 
-def test_a_compiled_wrapper_within_the_module_is_refused(tmp_path: Path) -> None:
-    """The wrapper hides the parameters from ZeRO-3's hooks. Stock fails on an attribute in the first forward."""
-    wrapped = partial(Compiled, partial(torch.compile, backend="eager"))
-    with pytest.raises(UnsupportedError, match=r"'layer' is wrapped by torch.compile.*module.compile"):
-        train_near_storage(Case(wrapped), tmp_path)
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (TiedByData, r"'back.weight' and 'front.weight' share memory"),
+        (Differentiable, r"backward\(create_graph=.*torch.autograd.grad"),
+        (
+            partial(Compiled, partial(torch.compile, backend="eager")),
+            r"'layer' is wrapped by torch.compile.*module.compile",
+        ),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused(module: Any, message: str, tmp_path: Path) -> None:
+    """ZeRO-3 would untie parameters over the same memory silently; the error names both.
+
+    Gradients move to the arena as soon as they arrive, so none is differentiable; the error names torch.autograd.grad.
+    A compiled wrapper hides parameters from ZeRO-3's hooks. Stock fails on an attribute in the first forward.
+    """
+    with pytest.raises(UnsupportedError, match=message):
+        train_near_storage(Case(module), tmp_path)
 
 
 # ---- one process on a CPU has nothing to reduce, so its gradients bypass DeepSpeed's buckets without changing results
@@ -262,21 +249,6 @@ def test_same_bits_with_and_without_buckets(name: str, tmp_path: Path, monkeypat
     assert max(reduced) > 1, "no gradients were reduced together"
     for master, expected in zip(straight.masters.values(), bucketed.masters.values(), strict=True):
         assert torch.equal(master, expected)
-
-
-# ---- activation checkpointing with weights shared between the segments trains like plain torch
-
-
-# Two processes train the others in turn.
-
-
-@pytest.mark.parametrize("name", long_but(("reentrant, small buckets", "not reentrant", "selective"), CHECKPOINTS))
-def test_shared_weights_under_checkpoints_train_like_torch(name: str, tmp_path: Path) -> None:
-    """Each arrival of a shared weight's gradient counts once, before or after its bucket has left.
-
-    Stock DeepSpeed keeps the last arrival only, or fails an assertion if two fall into one bucket.
-    """
-    assert_trains_like_torch(CHECKPOINTS[name], train_near_storage(CHECKPOINTS[name], tmp_path))
 
 
 # ---- modules that come late, take no hooks or run by torch.func train as in memory, or raise an error that names them

@@ -374,39 +374,6 @@ def test_what_cannot_work_is_refused_by_name(what: str, tmp_path: Path) -> None:
         trained(adamw, try_all, tmp_path)
 
 
-def with_own_step(net: Net) -> torch.optim.Optimizer:
-    optimizer = adamw(net)
-    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
-    return optimizer
-
-
-def with_state_hook(net: Net) -> torch.optim.Optimizer:
-    optimizer = adamw(net)
-    optimizer.register_load_state_dict_pre_hook(lambda *_: None)
-    return optimizer
-
-
-def with_foreign_state(net: Net) -> torch.optim.Optimizer:
-    optimizer = stepped(AdamW, amsgrad=True)(net)
-    optimizer.param_groups[0]["amsgrad"] = False
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (with_own_step, "AdamW.step was replaced"),
-        (with_state_hook, "register_load_state_dict_pre_hook"),
-        (with_foreign_state, "'max_exp_avg_sq'"),
-    ],
-)
-def test_an_optimizer_that_would_lose_something_is_refused(make: Make, message: str, tmp_path: Path) -> None:
-    """Nothing is written."""
-    with pytest.raises(UnsupportedError, match=message):
-        trained(make, nothing, tmp_path)
-    assert not list(tmp_path.rglob("*.bin"))
-
-
 def test_the_users_optimizer_is_what_every_call_returns(tmp_path: Path) -> None:
     """It is an AdamW, before the first step its state is empty, and its own step trains."""
     module = Net(lambda _: optimizer, nothing)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, UnsupportedError
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.settings.options import check_keys
 from lightning_smartinfinity.zero3 import require_descriptors
 from lightning_smartinfinity.zero3.setup.deepspeed_config import build_deepspeed_config
 from tests.helpers.models import LitTiny, Recipe
@@ -90,21 +89,6 @@ def test_a_wrong_key(zero: dict[Any, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SmartInfinityStrategy(zero=zero)
     assert str(caught.value).startswith(f"SmartInfinityStrategy(zero={zero!r})") and words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("zero", "feature"),
-    [
-        ({"zenflow": {"topk_ratio": 0.1}}, "ZenFlow"),
-        ({"zero_hpz_partitions": 2}, "hpZ"),
-        ({"mics_shard_size": -1}, "MiCS"),  # which DeepSpeed refuses whatever the value
-        ({"load_from_fp32_weights": False}, "load_from_fp32_weights=False"),
-    ],
-)
-def test_a_feature_that_the_strategy_lacks(zero: dict[str, Any], feature: str) -> None:
-    """The error names the feature, also where its key is misspelt."""
-    with pytest.raises(UnsupportedError, match=feature):
-        check_keys(zero, owner="SmartInfinityStrategy")
 
 
 # ---- the limit of open files is checked before a training is set up
