@@ -270,6 +270,8 @@ class TrainerFitRecord(FitRecord):
         self.begin(engine, transfer, says=trainer.is_global_zero)
         if not self.resumes:  # else the record that the fit resumes from stays valid until the next step
             self._record_loop(trainer, self._follows)
+            if engine.optimizer.rank_state.handler.stored_step is not None:
+                engine.optimizer.persistence.write(now=True)
 
     def _record_loop(self, trainer: pl.Trainer, follows: Following | None) -> None:
         """Write a training record.
@@ -318,17 +320,23 @@ class TrainerFitRecord(FitRecord):
         """
         epoch_loop: Any = self._trainer.fit_loop.epoch_loop
         batch, schedulers = epoch_loop.batch_progress.current, epoch_loop.scheduler_progress.current
+        epoch = self._trainer.fit_loop.epoch_progress.current
         is_within = batch.ready != batch.processed or schedulers.ready != schedulers.completed
-        if is_within or self._trainer.validating or not self.awaits_record:
+        is_at_batch_end = epoch.processed < epoch.ready == epoch.started and batch.ready > 0
+        if is_within or not is_at_batch_end or epoch_loop._should_accumulate():
+            return
+        if self._trainer.validating or not self.awaits_record:
             return
         loop = self._described_loop(Following.BATCH_END, self._at_end or self._point(self._random_now()))
         self.record_so_far(loop, step=self._trainer.global_step)
 
     def record_index(self) -> None:
         """Rewrite the last record with the present index, before a save; make a record if state is ahead of it."""
+        from lightning.pytorch.utilities.model_helpers import is_overridden
         if self.awaits_record and not self._trainer.validating:
-            self.record_moment_of_end()
-        elif self.is_on:
+            if not is_overridden("on_train_batch_end", self._trainer.lightning_module):
+                self.record_moment_of_end()
+        if self.is_on:
             self.rewrite(lambda loop: {**loop, **self._described_index()})
 
     def _described_index(self) -> ClientState:

@@ -113,7 +113,7 @@ class TrainingRecords:
         self._before, self.current, self._residual = self.current, record, residual
 
     @contextmanager
-    def storing(self, generation: int) -> Iterator[None]:
+    def storing(self, generation: int, committed=lambda: False) -> Iterator[None]:
         """Write the current record, which was held, and its residual; undo that if the body raises.
 
         Args:
@@ -130,6 +130,8 @@ class TrainingRecords:
             self._store(replace(held, generation=generation, number=number))
             yield
         except BaseException:
+            if committed():  # an interrupt after the commit
+                raise
             self.stored, self.current = before, held
             self._last_number = number + 1  # skipped, so that the next record replaces this one
             # Both files would be empty without a record before, which counts as damage.

@@ -224,6 +224,7 @@ class StateStore:
             StorageError: It could not be written. The generation before stays.
         """
         before, has_record = self._record, self.is_recorded
+        stored_before = self._stored
         distance = self.generation - self._stored.generation
         self._record = replace(before, generation=self.generation + (distance + 1) % 2)
         try:
@@ -233,7 +234,7 @@ class StateStore:
             write(placement, changed)
             self._flush_files(self._in_time.within(deadline - time.monotonic()))
             # Should a record stay, it names places that are written to again, and recovery takes the generation before.
-            with self.records.storing(self.generation) if has_record else nullcontext():
+            with self.records.storing(self.generation, lambda: self._stored is self._record and self._stored is not stored_before) if has_record else nullcontext():
                 self._complete(replace(self._record, placement=placement))
         except BaseException:  # an interrupt as well
             if self._stored is not self._record:

@@ -108,7 +108,7 @@ class Keeping:
             handler: The handler; no step that could still be committed is in flight.
             lost: Why the newest generation cannot be written; None if it can.
         """
-        if self.stays and not self.gave_up and handler.writes_back and (lost is not None or not handler.is_stored):
+        if self.stays and not self.gave_up and handler.writes_back and (lost is not None or not handler.is_stored or not handler.is_resumable):
             reason = lost or self._obstacle_to_write(handler)
             if reason is None:
                 reason = _flush(handler, seconds=math.inf if self.completed else self.flush_timeout)
