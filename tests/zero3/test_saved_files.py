@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.common.progress import hidden
 from lightning_smartinfinity.errors import CheckpointError, StorageLockedError, StorageTimeoutError
 from lightning_smartinfinity.export.destination import staged
@@ -34,6 +35,7 @@ from lightning_smartinfinity.zero3.checkpoints.formats.tensor_file import (
 )
 from lightning_smartinfinity.zero3.checkpoints.formats.trust import ReadWhenUsed, read_mapped
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.engine.record import crc32c_of_both
 from tests.helpers.attacks import Attack
 from tests.helpers.damage import flip_bit, flip_bit_behind
 from tests.helpers.silent_disk import ERROR, FILE_CALLS, SAID, SECONDS, SilentDisk, gives_up
@@ -348,6 +350,16 @@ def test_any_part_is_verified(begin: int, end: int) -> None:
     for wrong in (checksums, []):
         with pytest.raises(CheckpointError, match=r"zero/weight/fp32\.pt is damaged"):
             read(wrong)
+
+
+@pytest.mark.parametrize("borders", [[], [0, 1], [777, 777, 4999]])
+def test_parts_have_the_checksum_of_the_whole(borders: list[int]) -> None:
+    """However data is cut, the checksums of its parts combine to that of the whole; empty parts count for nothing."""
+    data, crc = np.random.default_rng(0).integers(0, 256, 5000, np.uint8), 0
+    for begin, end in zip([0, *borders], [*borders, len(data)], strict=True):
+        part = data[begin:end]
+        crc = crc32c_of_both(crc, native.crc32c(part.ctypes.data, len(part), 0), len(part))
+    assert crc == native.crc32c(data.ctypes.data, len(data), 0)
 
 
 # ---- on a disk that does not answer all ends in time, and nothing has its final name by halves
