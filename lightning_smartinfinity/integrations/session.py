@@ -446,18 +446,20 @@ class TrainingSession(ABC):
         self._watch = begin_watch(self._settings.watchdog_timeout, self._settings.collective_timeout)
 
     def _release_storage(self, later: str) -> set[TrainingSession]:
-        """Close the storage of this strategy's earlier training, and of an idle strategy on the same folders.
+        """Close the storage of this strategy's earlier training, and of idle strategies on the same folders.
+
+        A trial and the fit after it are on the same folders, too: they would need space and memory for two states.
 
         Args:
             later: Name of the new training that takes the folders, for errors of later uses of the old one.
 
         Returns:
-            The idle strategy as a set of one element, or an empty set.
+            The idle strategies.
         """
         storage, job = self._settings.storage, self._settings_of_state.transfer.job
         assert storage is not None
         folders = ", ".join(repr(str(folder)) for folder in storage)
-        since = f"{later} took its storage {folders} (job {job!r})"
+        since = f"{later} took its storage {folders} (job {self._settings.transfer.job!r})"
         self._close_state(since=since)
         if self._training_engine is not None:
             self._training_engine.destroy()
@@ -465,11 +467,12 @@ class TrainingSession(ABC):
         if self._idle_key is not None and _IDLE.get(self._idle_key, lambda: None)() is self:
             del _IDLE[self._idle_key]
         self._idle_key = (storage, job)
-        idle = _IDLE.pop(self._idle_key, lambda: None)()
-        if idle is None or idle is self:
-            return set()
-        idle._close_state(since=since)
-        return {idle}
+        names = (self._settings.transfer.job, f"{self._settings.transfer.job}{_TRIAL}")
+        found = [_IDLE.pop((storage, name), lambda: None)() for name in names]
+        idle = {one for one in found if one is not None and one is not self}
+        for one in idle:
+            one._close_state(since=since)
+        return idle
 
     def _settle_earlier(self) -> bool:
         """Commit the last step of this process's earlier training on these folders, if its state stays. Collective.

@@ -26,7 +26,7 @@ from lightning_smartinfinity.storage.jobs.archiving import (
     plan_putting_together,
 )
 from lightning_smartinfinity.storage.jobs.mover import Mover
-from lightning_smartinfinity.storage.jobs.trainings import jobs_beside, movers_of, trainings_in
+from lightning_smartinfinity.storage.jobs.trainings import Condition, jobs_beside, movers_of, trainings_in
 from lightning_smartinfinity.storage.state.parts import Part, find_parts
 from lightning_smartinfinity.storage.state.space import (
     leftover_bytes,
@@ -541,6 +541,25 @@ def test_a_lost_file_deletes_no_training(how: str, recorded: int, folders: list[
         tries=8,
         outcome="named; resumed to the bit, or archived as a whole",
     )
+
+
+def test_what_was_never_or_is_no_more(tmp_path: Path) -> None:
+    """A first step that was rolled back, and a training whose removal was killed, are not damaged."""
+    store = create([tmp_path / "first"], world_size=1)
+    commit_generation(store, 0)
+    store.record_training(generation=1, step=1, content=b"", has_steps=True)
+    store.forget_training()
+    store.close(remove=False)
+    assert trainings_in(find_parts([tmp_path / "first"], [JOB]), JOB)[0].condition is Condition.NO_STEP
+    moment, was_killed = 0, True
+    while was_killed:
+        here = tmp_path / str(moment)
+        left(here, generations=2, steps=range(3), world_size=1)
+        was_killed = killed_before(moment, partial(recovered, here))
+        found = trainings_in(find_parts([here], [JOB]), JOB)
+        assert moment == 0 or [each.condition for each in found if each.condition is not Condition.NO_STEP] == []
+        moment += 1
+    assert moment > 3
 
 
 # ---- a training that goes on in stores of other ranks has one whole set of stores at any time

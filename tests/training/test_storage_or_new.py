@@ -96,6 +96,16 @@ class Script:
         return None if self.trainer.ckpt_path is None else Path(self.trainer.ckpt_path).name
 
 
+def test_a_trial_gives_its_space_back(tmp_path: Path) -> None:
+    """Its state is removed when the next fit begins, though its Trainer lives on."""
+    trial = quiet_trainer(tmp_path, fast_dev_run=2)
+    trial.fit(LitTiny(SMALL))
+    stored: list[Path] = []
+    look = Hook(1, lambda _: stored.extend(tmp_path.rglob("state.bin")))
+    quiet_trainer(tmp_path, callbacks=[look]).fit(LitTiny(SMALL))
+    assert [path.parts[-3] for path in stored] == ["default"] and trial.fast_dev_run  # type: ignore[attr-defined]
+
+
 def test_the_newest_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

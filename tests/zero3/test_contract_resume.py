@@ -24,13 +24,14 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.tuner import tuning
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import GenerationMixin
@@ -239,6 +240,13 @@ def test_the_index_of_a_model_checkpoint() -> None:
 
 
 # ---- the private parts of Lightning and torch by which trainings of several ranks end
+
+
+@pytest.mark.seam("tell the searches of a Tuner from fits")
+def test_a_tuner_marks_its_finders() -> None:
+    """LearningRateFinder and BatchSizeFinder have _early_exit, which the Tuner alone sets."""
+    assert not LearningRateFinder()._early_exit and not BatchSizeFinder()._early_exit
+    assert inspect.getsource(tuning).count("._early_exit = True") == 2
 
 
 @pytest.mark.seam("the watch reports SIGTERM to all ranks, without a collective")

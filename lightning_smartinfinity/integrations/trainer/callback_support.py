@@ -277,8 +277,8 @@ def admit_batch_size_search(strategy: TrainingSession) -> Callable[[], object]:
 
 def is_trial(trainer: pl.Trainer) -> bool:
     """Return whether a Trainer runs a ``Tuner``'s search, or a few batches, before the fit that the user wants."""
-    callbacks = vars(trainer)["callbacks"]
-    return bool(vars(trainer)["fast_dev_run"]) or any(getattr(one, "_early_exit", False) for one in callbacks)
+    finders = [one for one in vars(trainer)["callbacks"] if isinstance(one, (LearningRateFinder, BatchSizeFinder))]
+    return bool(vars(trainer)["fast_dev_run"]) or any(finder._early_exit for finder in finders)
 
 
 def refuse_search(trainer: pl.Trainer, start: str) -> None:

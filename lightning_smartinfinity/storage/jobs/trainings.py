@@ -147,8 +147,9 @@ def _training_of(
     points = [part.points for part in readable if part.device == 0]
     point = max(frozenset.intersection(*points), default=None) if points else None
     nothing_saved = bool(points) and (point is None or point.number == 0)
-    bare = [] if nothing_saved else [part for part in around if _may_lack_manifest(part, readable[0].job)]
-    lost = [*(part for part in unreadable if part.job in jobs), *bare]
+    lost = [part for part in unreadable if part.job in jobs]
+    if not nothing_saved and len(readable) == len(of_store):  # else the missing part is in the other job
+        lost += [part for part in around if _may_lack_manifest(part, readable[0].job)]
     parts = [*readable, *_in_place_of_missing(readable, lost)]
     missing = next(_missing(parts), None)
     hides_steps = nothing_saved and any(part.is_damaged for part in parts)

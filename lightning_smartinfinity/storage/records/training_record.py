@@ -22,8 +22,9 @@ training-0.bin and training-1.bin alternate: record ``n`` goes to file ``n % 2``
     bytes      content
     u32        CRC32C of everything before
 
-An erased record is replaced by one of number -1 or -2 without content, since an empty file means that a record was
-lost: only beside the first record of a training, or the one that ends the records, the other file may be empty.
+An erased record is replaced by one of number -1 or -2 without content, whose step is the erased number, since an empty
+file means that a record was lost: only beside the first record of a training, or the one that ends the records, the
+other file may be empty.
 
 The version also covers the content and the residual: a change of either raises it. Future versions keep magic, version,
 version of the package, and the checksum at the end, so that an error can name the version that reads a newer record.
@@ -151,7 +152,7 @@ def packed(record: TrainingRecord, identity: native.Identity) -> bytes:
 def erase_training_record(folder: OpenFolder, number: int, *, identity: native.Identity) -> None:
     """Erase the record in the file that a record of this number has; raises as :func:`write_training_record`."""
     lowest = number % len(TRAINING_NAMES) - len(TRAINING_NAMES)
-    erased = TrainingRecord(number=lowest, generation=_ERASED, step=0, run=bytes(identity.job), content=b"")
+    erased = TrainingRecord(number=lowest, generation=_ERASED, step=number, run=bytes(identity.job), content=b"")
     write_training_record(folder, erased, identity=identity, flush=True)
 
 
@@ -199,7 +200,7 @@ def damaged_training_records(
 
 def _was_written_beside(record: TrainingRecord | None) -> bool:
     """Return whether there was a record in the other file when this one was written."""
-    return record is not None and record.number not in (0, 1)
+    return record is not None and (record.step if record.generation == _ERASED else record.number) not in (0, 1)
 
 
 def _read(folder: OpenFolder, number: int, identity: native.Identity | None) -> TrainingRecord | None:

@@ -271,7 +271,7 @@ def require_files(folder: OpenFolder) -> None:
 
 def _has_damaged_records(folder: OpenFolder, manifest: Manifest) -> bool:
     """Return whether damaged records in a rank's first folder may hide that a step was taken."""
-    if manifest.device != 0 or folder.status(COMMIT_NAME) is None:
+    if manifest.device != 0 or folder.status(COMMIT_NAME) is None or REMOVED in read_notes(folder):
         return False
     return bool(damaged_records(folder, manifest)) or (
         records_of(folder, manifest).problem is not None
