@@ -3,10 +3,11 @@
     python benchmarks/tiers.py --size 124m 355m --tokens 32 512 --storage /mnt/nvme0 --json tiers.json
 
 The systems: torch's fused AdamW in memory (adamw), stock ZeRO-Offload with DeepSpeedCPUAdam, built when it first runs
-(zero_offload), and this package: at its defaults, with a part of the state in memory, and with none. The systems take
-turns, each in a process of its own. A step lasts from the end of the previous step to its own end; figures are medians
-over the steps of all rounds. "of the line" divides a step by that on the straight line between all and none of the
-state in memory. overlap="auto" tries both overlaps in the first eight steps.
+(zero_offload), and this package: at its defaults, with a part of the state in memory, and with durability="interval".
+The systems take turns, each in a process of its own. A step lasts from the end of the previous step to its own end;
+figures are medians over the steps of all rounds. "interval" writes its state every --persist-every steps; measure a
+multiple of as many, so that each write counts. "of the line" divides a step by that on the straight line between all
+and none of the state in memory. overlap="auto" tries both overlaps in the first eight steps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from machine import describe
 from step import CLIP, StepProbe, run, shape_of
 from training import PARTS, WARMUP, tokens, train_with_package
 
-STEPS = 20
+PERSIST_EVERY = 20
 STATE_BYTES = 12  # per parameter: fp32 masters and two moments
 OTHERS = ("adamw", "zero_offload")
 SHARES = {"default": 1.0, "three quarters": 0.75, "half": 0.5, "nothing": 0.0}  # of the state in memory
@@ -46,7 +47,11 @@ def run_child(options: argparse.Namespace) -> Figures:
         return run(options)
     with torch.device("meta"):
         numel = sum(param.numel() for param in GPT2(options.size).parameters())
-    transfer = {} if system == "default" else {"dram_cache_bytes": int(SHARES[system] * STATE_BYTES * numel)}
+    transfer: dict[str, int | str] = {}
+    if system == "interval":
+        transfer |= {"durability": "interval", "persist_every": options.persist_every}
+    elif system != "default":
+        transfer["dram_cache_bytes"] = int(SHARES[system] * STATE_BYTES * numel)
     probe = StepProbe(options.steps)
     train_with_package(
         options.size,
@@ -94,11 +99,12 @@ def main() -> int:
     options = parse_options(
         __doc__,
         size=several(tuple(SIZES), ["124m", "355m"]),
-        systems=several((*OTHERS, *SHARES), metavar="SYSTEM"),
+        systems=several((*OTHERS, *SHARES, "interval"), metavar="SYSTEM"),
         clip={"nargs": "+", "choices": ("off", "on"), "default": ["off", "on"], "help": f"gradients, to {CLIP}"},
         tokens={"nargs": "+", "type": int, "default": [32, 512]},
-        steps={"default": WARMUP + STEPS},
+        steps={"default": WARMUP + PERSIST_EVERY},
         rounds={"type": int, "default": 1},
+        persist_every={"type": int, "default": PERSIST_EVERY, "help": "steps between two writes of state in memory"},
         stock_adam={"choices": ("deepspeed", "torch"), "default": "deepspeed"},
     )
     if options.child:

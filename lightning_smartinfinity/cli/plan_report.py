@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Findings", "as_json", "print_report", "print_table"]
 
 _GIGA, _TERA = 1e9, 1e12
+_FOLLOWING = ("cache_bytes", "interval")
 _PARTS = ("forward", "backward", "parameters", "gradients", "network", "update", "step")
 
 
@@ -115,7 +116,7 @@ def _tight(plan: Plan, found: Findings) -> str:
 def _changes(plan: Plan, asked: Plan) -> list[str]:
     before, after = asdict(asked.training), asdict(plan.training)
     # State in memory follows from the memory that other settings leave.
-    return [_setting(name, after[name]) for name in after if after[name] != before[name] and name != "cache_bytes"]
+    return [_setting(name, after[name]) for name in after if after[name] != before[name] and name not in _FOLLOWING]
 
 
 def _setting(name: str, value: object) -> str:

@@ -144,16 +144,20 @@ class HostDevice(StorageDevice):
         self._resident_memory = ()  # the pipeline frees it when it is closed
 
     def submit(self, batch: native.Batch) -> None:
-        if self.pipeline.busy:
-            raise StorageTimeoutError(
-                f"Optimizer state: {self._path!r} has not answered an earlier request.", StorageTimeoutError.REMEDY
-            )
+        self._require_answer(batch)
         self._num_given = len(batch.tasklets)
         # The first batch with parameters on a CUDA device allocates their slots.
         with storage_errors("Allocating buffers for", self._path):
             self.pipeline.submit(batch)
 
+    def _require_answer(self, batch: native.Batch) -> None:
+        if not self.pipeline.accepts(batch):
+            raise StorageTimeoutError(
+                f"Optimizer state: {self._path!r} has not answered an earlier request.", StorageTimeoutError.REMEDY
+            )
+
     def extend(self, more: native.Batch) -> None:
+        self._require_answer(more)
         self._num_given += len(more.tasklets)
         self.pipeline.extend(more)
 

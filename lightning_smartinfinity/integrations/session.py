@@ -80,6 +80,11 @@ class TrainingSession(ABC):
             require_xclbin_named(settings.smartssd)
         if settings.update_device == "host" and settings.smartssd is not None:
             warnings.warn("smartssd=... is ignored with update_device='host'.", stacklevel=3)
+        ignored = settings.transfer.ignored
+        if ignored:
+            warnings.warn(
+                f"TransferConfig({', '.join(ignored)}) is ignored without durability='interval'.", stacklevel=3
+            )
         self._settings = self._asked = settings
         self._planned: Planned | None = None
         self._planned_for: weakref.ref[torch.nn.Module] | None = None
@@ -515,8 +520,13 @@ class TrainingSession(ABC):
             optimizer.idle = self  # as long as the module exists: another training may start from its masters
             if optimizer.rank_state.activations is not None:
                 optimizer.rank_state.activations.rest()
+            optimizer.rank_state.held_signals.drop()
             # After an error, which this rank alone may have met, a step may still be in progress.
             optimizer.update.training_over()
+            keeping = optimizer.rank_state.keeping
+            if keeping.stays and optimizer.rank_state.writes_back:
+                with saving():
+                    optimizer.update.end_alone()
         return_freed_memory()  # no further step will use it
         if self._idle_key is not None:
             _IDLE[self._idle_key] = weakref.ref(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -123,8 +124,109 @@ class TransferHandler:
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether a step keeps the current generation; False with one place per tasklet (``durability="none"``)."""
-        return self._layout.extents.places_per_tasklet > 1
+        """Whether the step in flight, or any step, keeps the current generation.
+
+        It does not with one place per tasklet (``durability="none"``), nor once it changes state that is in memory only
+        (``durability="interval"``).
+        """
+        if self._step is None or self._is_committed(self._step):
+            return self._layout.extents.places_per_tasklet > 1
+        return not self._step.overwrites
+
+    @property
+    def unsafe(self) -> str:
+        """The setting with which a failed step cannot be rolled back."""
+        return f"durability={'interval' if self.writes_back else 'none'!r}"
+
+    def _is_committed(self, step: Step) -> bool:
+        return self._store.generation == step.generation and self._layout.extents.places_per_tasklet > 1
+
+    @property
+    def lost(self) -> str | None:
+        """Why the current generation cannot be read any more, after a change that failed half-way; None if it can."""
+        return self._store.lost
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether generations, and the state of resident tasklets, are written to storage only by :meth:`persist`."""
+        return self._store.writes_back
+
+    def write_back(self) -> None:
+        """From now on, write resident tasklets to storage only by :meth:`persist`.
+
+        Raises:
+            StorageFullError: The file systems have no room for the places that this needs.
+            StorageError: A state file cannot be extended.
+        """
+        self._require_no_step()
+        self._store.write_back(self._layout.num_resident)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the current generation is complete on storage."""
+        return not self.writes_back or self._store.stored_generation == self.generation
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps committed since the handler was made."""
+        return self._num_steps
+
+    @property
+    def num_resident(self) -> int:
+        """Number of tasklets whose state stays in host memory."""
+        return self._layout.num_resident
+
+    @property
+    def stored_step(self) -> int | None:
+        """Optimizer steps of the training from which it would resume from storage now; None if it would not."""
+        stored = self._store.records.stored
+        return stored.step if stored is not None and self.is_resumable else None
+
+    @property
+    def may_persist(self) -> bool:
+        """Whether :meth:`persist` may be called: no step is in flight, and no other generation is pinned."""
+        return self._step is None and (not self._store.is_pinned or self._store.is_spilled)
+
+    @property
+    def is_spilled(self) -> bool:
+        """Whether the state of the current generation is on storage, be it complete there or not."""
+        return self._store.is_spilled
+
+    @property
+    def may_spill(self) -> bool:
+        """Whether :meth:`spill` may be called: as :attr:`may_persist`, and all state is in memory.
+
+        State on storage has no place for a third generation.
+        """
+        return self.may_persist and self._layout.num_resident == self._layout.extents.num_tasklets
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the training record made last is of the current generation."""
+        return self._store.is_recorded
+
+    def persist(self, *, deadline: float = math.inf) -> None:
+        """Complete the current generation on storage, with its training record, if that was made.
+
+        Args:
+            deadline: Time of ``time.monotonic`` by which writing must be done.
+
+        Raises:
+            StorageTimeoutError: It would take until after the deadline.
+            StorageError: It could not be written. The generation before stays on storage, and state in memory is
+                unchanged.
+        """
+        self._require_no_step()
+        self._store.persist(partial(self._access.write_resident, deadline=deadline), deadline=deadline)
+
+    def spill(self) -> None:
+        """Write state in memory to storage, for :meth:`pin`; the complete generation there stays.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        self._require_no_step()
+        self._store.spill(self._access.write_resident)
 
     @property
     def has_direct_io(self) -> bool:
@@ -236,7 +338,7 @@ class TransferHandler:
                 step of the rank that failed stays in flight, and its rollback raises the same error.
         """
         step = self.step
-        with committing(self._store, step.generation, together):
+        with committing(self._store, step.generation, together, overwritten=lambda: step.overwrites):
             step.commit()
         with together() if step.batches.has_residual else nullcontext():
             self._after_commit(step)
@@ -261,6 +363,9 @@ class TransferHandler:
 
         The record's generation is on storage if at most one generation has been committed since.
         """
+        if self.writes_back:
+            stored = self._store.records.stored
+            return stored is not None and stored.generation == self._store.stored_generation
         record = self._store.training
         self.complete_record()
         if record is None:
@@ -273,6 +378,17 @@ class TransferHandler:
     def residual_failure(self) -> StorageError | None:
         """The error that kept the training record's residual from being written, or None."""
         return self._store.records.residual_failure
+
+    @property
+    def awaits_record(self) -> bool:
+        """Whether state in memory, or the step in flight, is newer than the training record made last."""
+        record = self._store.training
+        return self.writes_back and record is not None and record.generation < self._recorded_next
+
+    @property
+    def _recorded_next(self) -> int:
+        """The generation that a record made now belongs to."""
+        return self._store.generation + (self._step is not None and self._step.is_complete)
 
     def record_training(self, *, step: int, content: bytes, residual: NDArray[np.float32] | None) -> None:
         """Write what the training needs, besides the optimizer state, to resume after the step begun last.
@@ -288,15 +404,22 @@ class TransferHandler:
         Raises:
             StorageError: The record could not be written. The previous record is intact.
         """
-        follows = self._step is not None and self._step.is_complete
-        generation, has_steps = self._store.generation + follows, follows or self._num_steps > 0
+        generation = self._recorded_next
         self._store.record_training(
-            generation=generation, step=step, content=content, has_steps=has_steps, residual=residual
+            generation=generation,
+            step=step,
+            content=content,
+            has_steps=generation > self._store.generation or self._num_steps > 0,
+            residual=residual,
         )
 
-    def rewrite_record(self, content: bytes) -> None:
-        """Replace the content of the training record. Raises as :meth:`record_training`."""
-        self._store.records.rewrite(content)
+    def rewrite_records(self, changed: Callable[[TrainingRecord], bytes]) -> None:
+        """Replace the content of training records after a step. Raises as :meth:`record_training`.
+
+        Args:
+            changed: Function that returns a record's new content.
+        """
+        self._store.records.rewrite(changed)
 
     def end_records(self, reason: str) -> None:
         """Mark the training as not resumable, since no more records follow.
@@ -344,12 +467,12 @@ class TransferHandler:
         """
         step = self.step
         step.stop()
-        if self.can_roll_back and self._store.generation == step.generation:
+        if self._is_committed(step):
             self._after_commit(step)
             return
         if step.overwrites:
             raise StorageError(
-                "A step cannot be rolled back with TransferConfig(durability='none'): it overwrote the state.",
+                f"A step cannot be rolled back with TransferConfig({self.unsafe}): it overwrote the state.",
                 "Resume from a checkpoint, and use durability='step' to survive such a failure.",
             ) from step.failure
         step.read_back()

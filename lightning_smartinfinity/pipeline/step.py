@@ -113,8 +113,9 @@ class Step:
 
     @property
     def overwrites(self) -> bool:
-        """Whether the step writes to places of the current generation."""
-        return bool(self._tasklets) and self._layout.extents.places_per_tasklet == 1
+        """Whether the step changes what it would be rolled back to: places of the current generation, or memory."""
+        in_memory = self._store.num_held and any(tasklet < self._store.num_held for tasklet in self._tasklets)
+        return bool(self._tasklets) and (self._layout.extents.places_per_tasklet == 1 or bool(in_memory))
 
     def start(self) -> None:
         """Start the step and return at once."""
@@ -124,12 +125,14 @@ class Step:
     def extend(self, tasklets: Sequence[int]) -> None:
         """Start these tasklets of an incremental step and return at once. All of their gradients must have arrived.
 
+        Tasklets whose state is in memory only could not be rolled back; :meth:`complete` starts them.
+
         Raises:
             StorageError: As :meth:`wait`.
         """
         assert not self.is_complete
         self._is_submitted = False
-        self._extend(tasklets)
+        self._extend([tasklet for tasklet in tasklets if tasklet >= self._store.num_held])
         self._is_submitted = True
 
     def complete(self, plan: StepPlan) -> bool:

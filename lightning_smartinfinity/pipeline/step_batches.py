@@ -141,6 +141,7 @@ class StepBatches:
             codec=None if compressed is None else compressed.codec,
             residual_scale=self._loss_scale,
             ready=self._points_of(tasklets),
+            writes_back=self._places.writes_back,
             slot_bytes=0 if outputs.stream is None else self._layout.extents.tasklet_numel * DTYPE_BYTES[outputs.dtype],
         )
         if compressed is None:

@@ -116,6 +116,9 @@ def _settings(model: ModelFigures, training: Training, open_: Open, *, on_gpu: b
 def with_cache(model: ModelFigures, training: Training, resources: Resources) -> Training:
     """Return the training with the state in memory that it keeps by default, or less if not so much fits.
 
+    Without room on the disk for third places of the other state, an interval is left out: all state is written in every
+    step.
+
     Args:
         model: The model.
         training: The training without state in memory.
@@ -123,7 +126,9 @@ def with_cache(model: ModelFigures, training: Training, resources: Resources) ->
     """
     free = int(TIGHT * resources.host_memory) - _held(model, training, resources)
     nbytes = min(default_cache(model, training, resources), max(0, free) // training.processes // _GRAIN * _GRAIN)
-    return replace(training, cache_bytes=nbytes)
+    cached = replace(training, cache_bytes=nbytes)
+    in_every_step = replace(cached, interval=None)
+    return in_every_step if fits(model, in_every_step, resources) and not fits(model, cached, resources) else cached
 
 
 def with_ring(training: Training, resources: Resources) -> Training:
@@ -189,6 +194,8 @@ def plan_in_words(
         assumed: Assumptions about the training, in words.
     """
     before, after = asdict(asked), asdict(plan.training)
+    if plan.training.interval != asked.interval:
+        after["interval"] = "step"
     if open_.offload_param:
         before["offload_param"] = "none"  # so that it is listed even if a budget of parameters implies it
     passed = [name for name in open_.state_formats if not asked.suits(name)]
@@ -211,6 +218,7 @@ _LABELS = {
     "parameter_budget": "transfer parameter_bytes",
     "gradient_budget": "transfer gradient_bytes",
     "cache_bytes": "transfer dram_cache_bytes",
+    "interval": "transfer durability",
 }
 
 

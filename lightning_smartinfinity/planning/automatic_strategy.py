@@ -213,6 +213,7 @@ def _asked(
         gradient_budget=None if codec is not None else _given(transfer.gradient_bytes),
         parameter_budget=budget,
         cache_bytes=_given(transfer.dram_cache_bytes) or 0,
+        interval=transfer.interval,
         accumulate_in=transfer.accumulate_in,
         num_buffers=_given(transfer.num_buffers) or Training.num_buffers,
         tasklet_bytes=transfer.buffer_bytes or Training.tasklet_bytes,
@@ -342,6 +343,8 @@ def _with(
         transfer["gradient_bytes"] = chosen.gradient_budget
     if open_.cache_bytes:
         transfer["dram_cache_bytes"] = chosen.cache_bytes
+    if chosen.interval != asked.interval:
+        transfer["durability"] = "step"
     return replace(
         settings,
         state_format=chosen.state_format,

@@ -178,9 +178,9 @@ def cheapest(model: ModelFigures, training: Training, resources: Resources, rate
     format and precision.
 
     Changes are tried in this order, and each only if the earlier ones are not enough: another place to build the model,
-    other places for parameters and gradients, and activation checkpoints; training that waits for its checkpoints,
-    which needs less storage; smaller micro-batches; a smaller state format, which changes results a little; bf16
-    instead of fp32. The tokens per step and the optimizer never change.
+    other places for parameters and gradients, and activation checkpoints; training that waits for its checkpoints, and
+    writes all state in every step, which needs less storage; smaller micro-batches; a smaller state format, which
+    changes results a little; bf16 instead of fp32. The tokens per step and the optimizer never change.
 
     Args:
         model: The model.
@@ -262,8 +262,9 @@ def _stages(model: ModelFigures, formed: Training, *, on_gpu: bool) -> Iterator[
     """Yield lists of settings with one state format; each later list compromises more."""
     for one in _divided(formed):
         yield [*_placed(model, one, on_gpu=on_gpu)]
-        if one.saves_beside:
-            yield [*_placed(model, replace(one, asynchronous=False), on_gpu=on_gpu)]
+        if one.saves_beside or one.writes_back:
+            interval = None if one.writes_back else one.interval
+            yield [*_placed(model, replace(one, asynchronous=False, interval=interval), on_gpu=on_gpu)]
 
 
 def _smaller(training: Training) -> list[str]:

@@ -8,7 +8,12 @@ from enum import Enum
 from functools import lru_cache
 
 from lightning_smartinfinity.pipeline.layout.gradient_ring import MOST_ON_DEVICE_BYTES, ring_bytes
-from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.pipeline.layout.partition_layout import (
+    ParameterSlice,
+    PartitionLayout,
+    build_layout,
+    with_residents,
+)
 from lightning_smartinfinity.planning.memory import compressed_bytes
 from lightning_smartinfinity.planning.model import ModelFigures
 from lightning_smartinfinity.planning.training import Training
@@ -295,7 +300,7 @@ def _staging_bytes(extents: ExtentMap, training: Training, *, limit: int) -> int
 def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:
     layout = layout_of(model.trained, training)
     records = overhead_bytes(layout.extents.num_tasklets, len(model.trained))
-    owners = {"optimizer state": training.processes * layout.extents.file_bytes(0)}
+    owners = {"optimizer state": training.processes * _file_bytes(layout, training)}
     if training.offload_param == "nvme":
         owners["parameters"] = training.processes * stored_bytes(model, training)
     if spilled_gradient_bytes(model, training):
@@ -309,6 +314,15 @@ def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:
         one = checkpoint_bytes(model, training)
         owners |= {"checkpoints": training.save_top_k * one, "checkpoint being saved": one}
     return {**owners, "export": training.item_bytes * model.numel}
+
+
+def _file_bytes(layout: PartitionLayout, training: Training) -> int:
+    """Return the bytes of one process's places for state: if it is written back, three for state not in memory."""
+    extents = layout.extents
+    if not training.writes_back:
+        return extents.file_bytes(0)
+    num_resident = with_residents(layout, nbytes=training.cache_bytes, written_through=True).num_resident
+    return extents.file_bytes(0) + extents.place_offset(extents.num_tasklets - num_resident)
 
 
 def checkpoint_bytes(model: ModelFigures, training: Training) -> int:

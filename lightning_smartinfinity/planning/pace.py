@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -120,7 +121,7 @@ class Pace:
         network: Seconds to gather parameters from other machines, and to send these their parts of the gradients.
         update: Seconds of the update.
         step: Seconds of a whole step.
-        written_bytes: Bytes that a step writes to the storage of a machine.
+        written_bytes: Bytes that a step writes to the storage of a machine, if it takes as long as ``step.high``.
         tokens_per_step: Tokens per step.
     """
 
@@ -173,7 +174,7 @@ def pace(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool)
         **parts,
         update=update,
         step=step,
-        written_bytes=written_bytes(model, training),
+        written_bytes=written_bytes(model, training, step_seconds=step.high),
         tokens_per_step=training.tokens_per_step,
     )
 
@@ -209,17 +210,34 @@ def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: boo
     }
 
 
-def written_bytes(model: ModelFigures, training: Training) -> int:
+def written_bytes(model: ModelFigures, training: Training, *, step_seconds: float = math.inf) -> int:
     """Return the bytes that a step writes to the storage of a machine.
 
-    They are state, parameters on storage, spilled gradients and a residual.
+    They are state, parameters on storage, spilled gradients and a residual. State in host memory counts with its share
+    of a write at an interval.
+
+    Args:
+        model: The model.
+        training: The training.
+        step_seconds: Seconds of a step. Infinite: each step is longer than an interval.
     """
     extents = layout_of(model.trained, training).extents
-    state = state_bytes(model, training)
+    resident = min(training.cache_bytes, state_bytes(model, training))
+    written = int(resident * _writes_per_step(training, step_seconds))
+    state = state_bytes(model, training) - resident + written
     stored = training.item_bytes * extents.numel if training.offload_param == "nvme" else 0
     spilled = training.accumulate * spilled_gradient_bytes(model, training)
     residual = residual_bytes(extents.numel) // 2 if training.keeps_residual else 0
     return training.processes * (state + stored + spilled + residual)
+
+
+def _writes_per_step(training: Training, step_seconds: float) -> float:
+    """Return how often a step writes state in host memory to storage."""
+    if training.places == 1:
+        return 0.0
+    if training.interval is None or not training.writes_back:
+        return 1.0
+    return min(1.0, (1 if isinstance(training.interval, int) else step_seconds) / training.interval)
 
 
 def _low(of: Range) -> float:
@@ -294,10 +312,11 @@ def _simulated(model: ModelFigures, training: Training, rates: Rates, bound: Cal
         state_format=training.state_format,
         num_buffers=training.num_buffers,
     )
-    # State in host memory is not read, but it is written.
+    # State in host memory is not read, and not written except at an interval, in the background.
     kept = min(training.cache_bytes / max(1, state_bytes(model, training)), _MOST_KEPT)
+    unwritten = kept if training.writes_back or training.places == 1 else 0.0
     machine = Machine(
-        device=Device(read=bound(rates.drive_read) / (1 - kept), write=bound(rates.drive_write)),
+        device=Device(read=bound(rates.drive_read) / (1 - kept), write=bound(rates.drive_write) / (1 - unwritten)),
         num_devices=1,
         channel=Channel(down=_WIDE, up=_WIDE),
         gpu=Gpu(forward=0.0, backward=0.0),

@@ -10,7 +10,15 @@ from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
 from lightning_smartinfinity.planning.simulator.gradients import BlockScaledPayload, GradientForm, TopKPayload
 from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS
 from lightning_smartinfinity.settings import HOST_TASKLET_BYTES
-from lightning_smartinfinity.settings.rules import FLAG, between, one_of, optional, positive, require
+from lightning_smartinfinity.settings.rules import (
+    FLAG,
+    between,
+    number,
+    one_of,
+    optional,
+    positive,
+    require,
+)
 
 __all__ = ["BLOCK_SCALED", "BUILDS", "OFFLOADS", "OPTIMIZERS", "PRECISIONS", "Training"]
 
@@ -30,6 +38,7 @@ BLOCK_SCALED = "BlockScaled"
 """Compression that sends all gradients in 8 bits."""
 
 _MOST = 10**9
+_LEAST_INTERVAL = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +69,8 @@ class Training:
         parameter_budget: Bytes of parameters that each process holds in memory at once if parameters are on storage.
             None: DeepSpeed's defaults.
         cache_bytes: Bytes of optimizer state that each process keeps in host memory.
+        interval: Optimizer steps (int) or seconds (float) between two writes of that state to storage
+            (``TransferConfig.interval``) in a training of one process. None: it is written in every step.
         bucket_numel: Elements of the bucket in which gradients are reduced.
         accumulate_in: Dtype in which gradients of several micro-batches are added: ``"fp32"`` or the ``"parameters"``'.
         num_buffers: Number of ring buffers.
@@ -91,6 +102,7 @@ class Training:
     gradient_budget: int | None = None
     parameter_budget: int | None = None
     cache_bytes: int = 0
+    interval: int | float | None = None
     bucket_numel: int = 16 * 1024 * 1024
     accumulate_in: str = "fp32"
     num_buffers: int = 16
@@ -122,6 +134,7 @@ class Training:
             gradient_budget=optional(between(0)),
             parameter_budget=optional(between(1)),
             cache_bytes=between(0),
+            interval=optional(number(_LEAST_INTERVAL, _MOST)),
             bucket_numel=between(1),
             accumulate_in=one_of("fp32", "parameters"),
             places=between(1, 2),
@@ -160,10 +173,17 @@ class Training:
         return NUM_ARRAYS[OPTIMIZERS[self.optimizer]]
 
     @property
+    def writes_back(self) -> bool:
+        """Whether state in host memory is written to storage at an interval; the other state then has a third place."""
+        is_alone = self.processes * self.nodes == 1
+        return self.cache_bytes > 0 and self.interval is not None and self.places > 1 and is_alone
+
+    @property
     def saves_beside(self) -> bool:
-        """Whether state has a third place on storage, so that it can be saved while training continues."""
+        """Whether state gets a third place on storage for saves while training continues, and has none otherwise."""
         # With a residual, training waits for saves.
-        return self.asynchronous and self.places > 1 and self.save_top_k > 0 and not self.keeps_residual
+        saves = self.asynchronous and self.places > 1 and self.save_top_k > 0 and not self.keeps_residual
+        return saves and not self.writes_back
 
     @property
     def item_bytes(self) -> int:

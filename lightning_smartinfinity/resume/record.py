@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lightning_smartinfinity.common.interrupts import dies_of_sigterm, end_on_sigterm
 from lightning_smartinfinity.common.last_error import notice_exit
 from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.resume.record_content import content_of, read_content
@@ -47,7 +48,7 @@ class RecordWriter:
         engine.optimizer.outside_writes.unrecorded = None
 
     def record(self, loop: ClientState, *, step: int) -> None:
-        """Write a record, between two batches.
+        """Make a record, between two batches, and write it unless it is written at an interval.
 
         A record that cannot be written is no reason to end the training: it warns, once.
 
@@ -77,27 +78,44 @@ class RecordWriter:
             record = handler.training
             assert record is not None
             keeping.recorded(has_steps=record.has_steps)
-            self._warn_of_gap(record)
+            if not handler.writes_back:
+                self._warn_of_gap(record)
         except StorageError as error:
             keeping.failed = True
             self._warn(f"a training record could not be written. {error}")
 
     def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
-        """Change what the last record holds for the loop, if there is one that a training could resume from.
+        """Change what records hold for the loop, of those that a training could resume from.
 
         Args:
             change: Function that returns the changed part of the loop.
         """
+
+        def changed(record: TrainingRecord) -> bytes:
+            of_engine, loop = read_content(record)
+            return content_of(of_engine, change(loop))
+
         rank_state = self._engine.optimizer.rank_state
-        record = rank_state.handler.training if self._is_on else None
-        if record is None or not record.has_steps or rank_state.keeping.failed:
+        if not self._is_on or rank_state.keeping.failed:
             return
-        of_engine, loop = read_content(record)
         try:
-            rank_state.handler.rewrite_record(content_of(of_engine, change(loop)))
+            rank_state.handler.rewrite_records(changed)
         except StorageError as error:
             rank_state.keeping.failed = True
             self._warn(f"a training record could not be written. {error}")
+
+    @property
+    def awaits_record(self) -> bool:
+        """Whether state that is written back is newer than the last record."""
+        return self._is_on and self._engine.optimizer.rank_state.handler.awaits_record
+
+    def release_signals(self) -> None:
+        """Handle Ctrl-C or SIGTERM that came since the step; this may raise KeyboardInterrupt or SystemExit."""
+        self._engine.optimizer.rank_state.held_signals.release()
+
+    def persist(self) -> None:
+        """Write the state that belongs to the record, if that is due and no update of it is in flight."""
+        self._engine.optimizer.persistence.write()
 
     @property
     def _is_on(self) -> bool:
@@ -145,11 +163,14 @@ class FitRecord:
 
     Attributes:
         loop_keys: Keys that the loop's part of a record needs.
+        ends_on_sigterm: Whether SIGTERM ends the training like an error, so that state in memory is written; if not,
+            the loop does so itself.
         calls, automatic: As passed.
         resumes: Whether the training that is being set up resumes from the state that an interrupted one has left.
     """
 
     loop_keys: frozenset[str] = frozenset()
+    ends_on_sigterm = True
 
     def __init__(self, calls: UserCalls, *, gap: str, automatic: bool) -> None:
         self.calls, self._gap, self.automatic = calls, gap, automatic
@@ -202,6 +223,11 @@ class FitRecord:
         if transfer.is_resumable:
             notice_exit()
             self._writer = RecordWriter(engine, gap=self._gap)
+            from lightning_smartinfinity.zero3.ranks.watchdog import hear_sigterm
+
+            if self.ends_on_sigterm and engine.optimizer.rank_state.writes_back:
+                end_on_sigterm()
+                hear_sigterm()
         elif says and transfer.keep is not False:
             _log.warning(
                 "An interrupted training cannot be resumed from storage here: durability=%r leaves its state half "
@@ -214,9 +240,21 @@ class FitRecord:
         """Write a record, as :meth:`RecordWriter.record` does; :meth:`begin` has been called."""
         assert self._writer is not None
         self._writer.record(loop, step=step)
+        self._writer.release_signals()
+        self._writer.persist()
+
+    def persist(self) -> None:
+        """Write state in memory to storage, if a training is recorded, that is due and no update is in flight."""
+        if self._writer is not None:
+            self._writer.persist()
+
+    @property
+    def awaits_record(self) -> bool:
+        """Whether a training is recorded, and its state in memory is newer than its last record."""
+        return self._writer is not None and self._writer.awaits_record
 
     def rewrite(self, change: Callable[[ClientState], ClientState]) -> None:
-        """Change the last record, as :meth:`RecordWriter.rewrite` does; :meth:`begin` has been called."""
+        """Change records, as :meth:`RecordWriter.rewrite` does; :meth:`begin` has been called."""
         assert self._writer is not None
         self._writer.rewrite(change)
 
@@ -309,6 +347,8 @@ class FitRecord:
     def end(self) -> None:
         """Record no longer."""
         self._writer = None
+        if self.ends_on_sigterm:
+            dies_of_sigterm()
 
 
 def _restore(engine: SmartInfinityEngine, *, frozen: int) -> ClientState:

@@ -31,6 +31,7 @@ __all__ = [
     "between",
     "check",
     "in_bytes",
+    "in_seconds",
     "instance",
     "num_bytes",
     "num_parameters",
@@ -42,12 +43,15 @@ __all__ = [
     "require_distinct",
     "settings_of",
     "shown",
+    "steps_or_time",
 ]
 
 STRATEGY = "the smart_infinity strategy"
 """Owner of the settings that the strategies of Trainer and Fabric share."""
 
 _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(|[kmgt]i?)b?\s*", re.ASCII | re.IGNORECASE)
+_TIME = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h)\s*", re.ASCII)
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
 _MOST_BYTES = (1 << 63) - 1  # the native core counts in signed 64 bits
 _UNITS = {"": 1} | {
     unit + suffix: base**power
@@ -161,6 +165,21 @@ def in_bytes(size: Any) -> int | None:
         return operator.index(size)
     found = _SIZE.fullmatch(size) if isinstance(size, str) else None
     return None if found is None else int(Fraction(found[1]) * _UNITS[found[2].lower()])
+
+
+def steps_or_time() -> Rule:
+    """Allow a number of steps, at least 1, or a time above zero as text: a number and ``s``, ``min`` or ``h``."""
+    return Rule(
+        "Pass a number of steps, or a time such as '90s' or '10min'",
+        lambda value: operator.index(value) >= 1 if _is_int(value) else bool(in_seconds(value)),
+        kept=lambda value: operator.index(value) if _is_int(value) else value,
+    )
+
+
+def in_seconds(time: object) -> float | None:
+    """Return the seconds of a time as text, such as ``"10min"``; None for any other value."""
+    found = _TIME.fullmatch(time) if isinstance(time, str) else None
+    return None if found is None else float(found[1]) * _SECONDS[found[2]]
 
 
 def number(least: float, most: float) -> Rule:

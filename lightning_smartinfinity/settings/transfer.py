@@ -13,11 +13,13 @@ from lightning_smartinfinity.settings.rules import (
     Rule,
     between,
     check,
+    in_seconds,
     num_bytes,
     one_of,
     optional,
     require,
     settings_of,
+    steps_or_time,
 )
 from lightning_smartinfinity.settings.smartssd import TIMEOUT
 from lightning_smartinfinity.settings.wrong_names import named_settings
@@ -64,6 +66,10 @@ JOB_NAME = Rule(
 """Rule for ``TransferConfig(job=...)``. Folders with other names belong to no job."""
 
 
+INTERVAL_SHARE = 20
+"""State in memory is written to storage for at most one part in so many of the training's time."""
+
+
 @named_settings
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
@@ -91,8 +97,7 @@ class TransferConfig:
             page cache, whose pages are released at once: for file systems without direct I/O) or ``"auto"`` (io_uring
             if the system allows it, otherwise threads; plain for all folders if any of them lacks direct I/O).
         dram_cache_bytes: Size of the optimizer state per rank that stays in host memory: whole tasklets from the start
-            of the partition. They are also written to storage, so only reads are saved. With ``durability="none"``, and
-            without ``keep=True``, they are in memory only, so writes are saved too. ``"auto"``: the memory free when
+            of the partition. ``durability`` decides when they are written to storage. ``"auto"``: the memory free when
             training begins, minus a quarter of all memory, divided among the ranks of a machine; 0 if a storage folder
             is in memory (tmpfs). None: chosen by ``plan``, or ``"auto"`` without a plan; a plan does not change 0.
             Results do not depend on it.
@@ -106,10 +111,20 @@ class TransferConfig:
             ``zero`` sets their place. ``"auto"``: DeepSpeed's limits, as set in ``zero``. Results do not depend on it.
         accumulate_in: Dtype in which gradients of several micro-batches are added: ``"fp32"``, or ``"parameters"`` for
             the parameters' dtype. In 16 bit, gradients use half of the memory and are rounded after each addition.
-        durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"`` (two
-            places: a failed step is rolled back exactly, and ``recover_store`` can open the store after a kill) or
-            ``"power"`` (also after a power loss: every step flushes the device). Training can resume from checkpoints
-            with any of them.
+        durability: How much of a training a kill may lose. ``"step"`` (all state is written in every step: a kill loses
+            at most one step, and a failed step is rolled back), ``"power"`` (also after a power loss: every step
+            flushes the device), ``"interval"`` or ``"none"`` (one place for each tasklet, and state in host memory is
+            never written: training resumes from checkpoints only). With ``"interval"``, state in host memory is written
+            to storage only every ``persist_every``; the generation written then stays whole on storage until the next
+            one is, and an interrupted training resumes from it. State on storage has a third place for that. With
+            several processes, without state in host memory or room for third places, and if SmartSSDs update, it acts
+            as ``"step"``, with a warning.
+        persist_every: With ``durability="interval"``, how often state in host memory is written to storage: a number of
+            optimizer steps, or a time such as ``"10min"`` or ``"90s"``. Either is extended so that writing takes at
+            most a twentieth of the training's time.
+        flush_timeout: With ``durability="interval"``, seconds that writing state in host memory to storage may take
+            when a training is interrupted, by an error, Ctrl-C or SIGTERM. State that needs longer is not written, and
+            the training resumes from the generation before.
         direct_io: ``"on"`` (O_DIRECT or an error), ``"off"`` (through the page cache) or ``"auto"`` (O_DIRECT if the
             file system supports it, otherwise a warning).
         io_timeout: Seconds after which an unanswered read or write is abandoned with a StorageTimeoutError: above 0,
@@ -140,6 +155,8 @@ class TransferConfig:
     parameter_bytes: int | str = "auto"
     accumulate_in: str = "fp32"
     durability: str = "step"
+    persist_every: int | str = "10min"
+    flush_timeout: float = 20.0
     direct_io: str = "auto"
     io_timeout: float = IO_TIMEOUT
     job: str = "default"
@@ -162,7 +179,9 @@ class TransferConfig:
             gradient_bytes=optional(num_bytes(0), "auto"),
             parameter_bytes=optional(num_bytes(1), "auto"),
             accumulate_in=one_of("fp32", "parameters"),
-            durability=one_of("none", "step", "power"),
+            durability=one_of("none", "interval", "step", "power"),
+            persist_every=steps_or_time(),
+            flush_timeout=TIMEOUT,
             direct_io=one_of("auto", "on", "off"),
             io_timeout=TIMEOUT,
             job=JOB_NAME,
@@ -192,6 +211,25 @@ class TransferConfig:
     def places_per_tasklet(self) -> int:
         """Number of places for each tasklet's state on storage: 1 without durability, otherwise 2."""
         return 1 if self.durability == "none" else 2
+
+    @property
+    def interval(self) -> int | float | None:
+        """``persist_every`` in steps, as an int, or in seconds, as a float; None without ``durability="interval"``."""
+        if self.durability != "interval":
+            return None
+        return self.persist_every if isinstance(self.persist_every, int) else in_seconds(self.persist_every)
+
+    @property
+    def ignored(self) -> list[str]:
+        """The settings of ``durability="interval"`` that another durability ignores, as they were given."""
+        names = () if self.durability == "interval" else ("persist_every", "flush_timeout")
+        given = {name: getattr(self, name) for name in names}
+        return [f"{name}={value!r}" for name, value in given.items() if value != getattr(TransferConfig, name)]
+
+    @property
+    def manifest_durability(self) -> str:
+        """The ``durability`` in manifests: the files of ``"interval"`` are those of ``"step"``, written less often."""
+        return "step" if self.durability == "interval" else self.durability
 
     @property
     def writes_through(self) -> bool:

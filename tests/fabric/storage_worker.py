@@ -6,7 +6,9 @@ Every rank appends a line for each step to ``steps-<rank>.txt``, and writes ``en
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,7 @@ class FabricRun:
     kill_after: float = 0.0  # seconds after that step has begun
     fail_step: int = -1  # the step behind which the loop raises
     exits: bool = False  # whether it calls sys.exit there instead, as a handler of SIGTERM may
+    term_step: int = -1  # the step behind which, and before whose record, it gets SIGTERM
     save_step: int = -1  # the step behind which the loop saves saved.ckpt
     record_every: int = 1
     options: dict[str, Any] = field(default_factory=dict)
@@ -70,6 +73,8 @@ def train(run: FabricRun) -> None:
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        if state["step"] + 1 == run.term_step:
+            os.kill(os.getpid(), signal.SIGTERM)
         scheduler.step()
         state["step"] += 1
         with open(out / f"steps-{fabric.global_rank}.txt", "a") as file:

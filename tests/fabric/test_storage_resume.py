@@ -15,9 +15,11 @@ import torch
 from lightning_smartinfinity.common.last_error import last_error, notice_exit
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_smartinfinity.resume.start import SavedStep, steps_of as steps_of_checkpoints
+from lightning_smartinfinity.storage import find_resumable, recover_store
 from tests.fabric.storage_worker import FabricRun, launch
 from tests.fabric.worker import quiet_fabric
 from tests.helpers.attacks import Attack
+from tests.helpers.streamed_state import WRITTEN_BACK
 from tests.training.storage_worker import end_of, steps_of
 from tests.training.test_loop_exceptions import stores
 
@@ -104,6 +106,55 @@ def test_another_number_of_processes(tmp_path: Path) -> None:
         assert [ours[step] for step in (4, 5)] == [theirs[step] for step in (4, 5)]
         assert end_of(folder, rank) == end_of(other, rank)
     assert stores(folder / "storage") == []
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_state_in_memory_is_written_at_an_end(overlap: str, tmp_path: Path) -> None:
+    """An error loses no step, and SIGTERM between a step and its record ends the loop after that record."""
+    straight, broken = (str(tmp_path / name) for name in ("straight", "broken"))
+    assert launch(FabricRun(straight))[0] == 0
+    settings: dict[str, Any] = {"options": {"overlap": overlap, "transfer": WRITTEN_BACK}}
+    code, output = launch(FabricRun(broken, fail_step=3, **settings))
+    assert code == 1 and "its state stays in" in output
+    code, output = launch(FabricRun(broken, term_step=5, resume=True, **settings))
+    assert code == 128 + signal.SIGTERM and "its state stays in" in output
+    assert launch(FabricRun(broken, resume=True, **settings))[0] == 0
+    of_straight, of_broken = (Path(out, "steps-0.txt").read_text() for out in (straight, broken))
+    assert of_broken == of_straight and end_of(Path(broken)) == end_of(Path(straight))
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_an_error_within_a_speculative_update(records: bool, tmp_path: Path) -> None:
+    """The incomplete step is rolled back, and the state before it is written: with its record, or if it is to stay."""
+    settings = {"overlap": "backward", "transfer": {**WRITTEN_BACK, "keep": "on-failure" if records else True}}
+    fabric: Any = quiet_fabric(tmp_path / "storage", options=settings)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 3))
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("by a test")
+
+    try:
+        for step in range(5):
+            values = torch.randn(4, 8, requires_grad=True)
+            if step == 4:
+                values.register_hook(fail)
+            optimizer.engine.set_gradient_accumulation_boundary(True)
+            fabric.backward(model(values).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if records:
+                fabric.strategy.record({"model": model, "optimizer": optimizer, "step": step})
+    except RuntimeError:
+        assert optimizer.engine.optimizer.speculation.on
+        close: Any = fabric.strategy._closed_at_exit[1] if records else fabric.strategy.close
+        close()  # one of them as the interpreter does at its exit
+    store = recover_store([tmp_path / "storage"])
+    assert store.steps.tolist() == [4] * 4
+    store.close(remove=False)
+    if records:
+        _, found = find_resumable([tmp_path / "storage"], job="default", rank=0)
+        assert [record.step for record in found] == [4]
 
 
 @pytest.mark.long

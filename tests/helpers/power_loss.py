@@ -164,8 +164,8 @@ class RecordedDisk:
             return flushed
         blocks = []
         for begin in range(0, len(self._random.choice((flushed, now))), _BLOCK):
-            versions = (flushed[begin : begin + _BLOCK], now[begin : begin + _BLOCK], bytes(_BLOCK))
-            blocks.append(self._random.choice(versions))
+            before, after = flushed[begin : begin + _BLOCK], now[begin : begin + _BLOCK]
+            blocks.append(before if before == after else self._random.choice((before, after, bytes(_BLOCK))))
         return b"".join(blocks)
 
 
@@ -184,21 +184,32 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def observed(look: Callable[[], None]) -> Iterator[None]:
-    """Call a function before and after every call that flushes or renames."""
+    """Call a function before and after every call that flushes or renames, except for those that it makes itself."""
+    is_looking = False
+
+    def look_once() -> None:
+        nonlocal is_looking
+        if not is_looking:
+            is_looking = True
+            try:
+                look()
+            finally:
+                is_looking = False
 
     def looking(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            look()
+            look_once()
             try:
                 return original(*args, **kwargs)
             finally:
-                look()
+                look_once()
 
         return call
 
     with ExitStack() as replaced:
         for name in ("fsync", "fdatasync", "rename", "replace"):
             replaced.enter_context(mock.patch.object(os, name, looking(getattr(os, name))))
+        replaced.enter_context(mock.patch.object(native.StateFile, "sync", looking(native.StateFile.sync)))
         yield
 
 

@@ -123,7 +123,7 @@ def interrupted(run: HuggingRun) -> Iterator[None]:
         if trainer.state.global_step == run.step:
             if run.how == "interrupt":
                 raise KeyboardInterrupt
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGTERM if run.how == "term" else signal.SIGKILL)
         return original(trainer, *args, **kwargs)
 
     with mock.patch.object(transformers.Trainer, run.method, dying):

@@ -25,6 +25,7 @@ from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.processes import environments_of
 from tests.helpers.runif import RunIf
+from tests.helpers.streamed_state import WRITTEN_BACK
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.huggingface.interrupted import MODULE, HuggingRun, Left, launch, train_interrupted
 from tests.huggingface.test_second_models import CASES, trainer_of
@@ -91,19 +92,33 @@ def test_a_kill(step: int, method: str, straight: Left, model_folder: Path, tmp_
         assert len(losses) > 3 and min(losses) > 5  # of whole windows
 
 
+@pytest.mark.parametrize(
+    ("how", "error", "transfer"), [("interrupt", KeyboardInterrupt, {}), ("term", SystemExit, WRITTEN_BACK)]
+)
 def test_ctrl_c(
-    straight: Left, model_folder: Path, tmp_path: Path, attack: Attack, caplog: pytest.LogCaptureFixture
+    how: str,
+    error: type[BaseException],
+    transfer: dict[str, Any],
+    straight: Left,
+    model_folder: Path,
+    tmp_path: Path,
+    attack: Attack,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Ctrl-C at one place after the other loses nothing, and the end of the training says how to go on.
+
+    So does SIGTERM with state in memory.
 
     One script with "storage-or-new" resumes what is newest: here storage, or after Ctrl-C in a save the same from it.
     """
     attack("Ctrl-C in transformers' Trainer, then 'storage-or-new'", tries=4, outcome="same bits")
-    run = HuggingRun(str(tmp_path), str(model_folder), how="interrupt", resume="storage-or-new")
+    run = HuggingRun(
+        str(tmp_path), str(model_folder), how=how, resume="storage-or-new", strategy={"transfer": transfer}
+    )
     places = [("training_step", 0), ("evaluate", 2), ("_maybe_log_save_evaluate", 5), ("_save_rng_state", 9)]
     for method, step in places:
         caplog.clear()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(error):
             train_interrupted(dataclasses.replace(run, method=method, step=step))
         told = "start the script again with trainer.train(resume_from_checkpoint='storage')" in caplog.text
         assert told == (step > 0) == bool(list(tmp_path.glob("smart_infinity/*/*/state.bin")))

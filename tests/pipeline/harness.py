@@ -141,6 +141,8 @@ class Run:
         self.handler.open()
         if not recover:
             self.initialize()
+        if case.durability == "interval":
+            self.handler.write_back()
 
     def initialize(self) -> None:
         """Write the first state, or start over from the parameters in memory."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from lightning_smartinfinity import StorageError, TopK
 from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemory, TensorPartition
 from lightning_smartinfinity.pipeline.state.windows import Window
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
+from lightning_smartinfinity.storage import StateStore
 from tests.helpers.assertions import bits
 from tests.helpers.native_testing import inject
 from tests.pipeline.harness import Case, Run, assert_equal, complete_tasklets, everything, failing_elsewhere
@@ -43,6 +45,12 @@ CASES = {
     "fp32": Case(num_devices=2),
     "fp32, large tasklets": Case(tasklet_bytes=1 << 20, num_buffers=2, durability="power"),
     "fp32, staged": Case(staged=True, num_devices=2, tasklet_bytes=70_000, num_buffers=16),
+    "fp32, at intervals": Case(durability="interval", num_devices=2, cache_bytes=200_000),
+    "bf16 of bf16, at intervals": Case(dtype=BF16, state_format="bf16", durability="interval", cache_bytes=ALL_STATE),
+    "int8, at intervals": Case(
+        dtype=FP16, state_format="int8", durability="interval", num_devices=3, cache_bytes=200_000, compute_threads=2
+    ),
+    "compressed, at intervals": Case(dtype=BF16, durability="interval", cache_bytes=200_000, compression=TopK(0.05)),
     "fp32, in one place": Case(durability="none", num_devices=2, cache_bytes=ALL_STATE),
     "bf16 parameters": Case(
         dtype=BF16, gradient_dtype=BF16, num_devices=3, compute_threads=2, durability="none", cache_bytes=200_000
@@ -136,6 +144,7 @@ class Pair:
             tasklet_bytes=case.tasklet_bytes if case.compression else 1 << 20,  # whose largest gradients are sent
         )
         self.plain, self.run = Run(folder / "plain", plain), LateRun(self.folder, case)
+        self.persisted = self.plain.state()
         self.disturb()
 
     def disturb(self, **faults: int) -> None:
@@ -224,13 +233,15 @@ class Pair:
     def write_back(self) -> None:
         """What was read as fp32 and is written again gives the same bits in every format."""
         state = self.plain.state()
+        self.both(lambda run: self.load(run, state))
+        assert_equal(self.plain.state(), state)
 
+    def load(self, run: Run, state: dict[str, torch.Tensor]) -> None:
         def saved(window: Window) -> None:
             for array, name in zip(window.arrays, self.case.rule.arrays, strict=True):
                 array[:] = state[name][window.begin : window.end].numpy()
 
-        self.both(lambda run: run.handler.state.replace(saved, steps=state["steps"].numpy()))
-        assert_equal(self.plain.state(), state)
+        run.handler.state.replace(saved, steps=state["steps"].numpy())
 
     def initialize(self) -> None:
         """Masters are the widened parameters, and all else is as before the first step of torch's optimizer."""
@@ -254,7 +265,7 @@ class Pair:
     def compare(self) -> None:
         state = self.run.state()
         assert_equal(state, self.plain.state())
-        assert self.run.handler.generation == self.plain.handler.generation
+        assert self.is_at_intervals or self.run.handler.generation == self.plain.handler.generation
         assert torch.equal(state["partition"], state["master"].to(self.case.dtype))
 
     def reopen(self) -> None:
@@ -264,6 +275,58 @@ class Pair:
         self.run = LateRun(self.folder, self.case, recover=True)
         self.run.set_partition(self.plain.partition)
         self.disturb()
+
+    # ---- what is written at intervals
+
+    @property
+    def is_at_intervals(self) -> bool:
+        return self.case.durability == "interval"
+
+    def persist(self) -> None:
+        """Storage has the newest generation from now on, which the run keeps in memory as well."""
+        self.run.handler.persist()
+        assert self.run.handler.is_stored
+        self.persisted = self.plain.state()
+
+    def load_in_vain(self) -> None:
+        """A load that fails before its first values arrive changes nothing, in memory neither."""
+
+        def fails(window: Window) -> None:
+            raise StorageError("There are no values.", "Let it go on.")
+
+        with pytest.raises(StorageError, match="no values"):
+            self.run.handler.state.replace(fails, steps=self.run.handler.steps)
+
+    def persist_in_vain(self) -> None:
+        """The generation on storage stays if a write fails, also after the records are written, or takes too long."""
+        generation = self.run.handler.generation
+        if self.run.handler.is_stored:
+            return
+        if not self.run.handler.is_spilled:
+            with pytest.raises(StorageError, match="too long"):
+                self.run.handler.persist(deadline=0)
+            self.disturb(fail_write_at=0)
+            with pytest.raises(StorageError, match=r"state\.bin"):
+                self.run.handler.persist()
+            self.disturb()
+            assert self.run.handler.generation == generation
+        with (
+            mock.patch.object(StateStore, "_write_record", side_effect=StorageError("No record.", "Go on.")),
+            pytest.raises(StorageError, match="No record"),
+        ):
+            self.run.handler.persist()
+        assert not self.run.handler.is_stored and self.run.handler.is_spilled
+
+    def lose(self) -> None:
+        """What a kill leaves is the generation on storage; the plain run goes back to it."""
+        self.run.close(remove=False)
+        state, first = self.persisted, 0
+        for each in self.plain.partition:
+            each.copy_(state["partition"][first : first + each.numel()])
+            first += each.numel()
+        self.load(self.plain, state)
+        self.reopen()
+        self.compare()
 
     # ---- what fails, and changes nothing
 
@@ -368,6 +431,10 @@ ROLLED_BACK: list[Callable[[Pair], None]] = [
     Pair.guess_wrongly,
     Pair.change_in_vain,
 ]
+AT_INTERVALS: list[Callable[[Pair], None]] = [
+    *(4 * [Pair.step, Pair.persist]),
+    *(2 * [Pair.step_within_backward, Pair.persist_in_vain, Pair.load_in_vain]),
+]
 REOPENED = [Pair.reopen, Pair.reopen_within_a_step, Pair.reopen_after_a_commit_in_vain]
 
 
@@ -376,8 +443,10 @@ REOPENED = [Pair.reopen, Pair.reopen_within_a_step, Pair.reopen_after_a_commit_i
 def test_any_program_gives_the_same_bits(tmp_path: Path, name: str, seed: int) -> None:
     """Only what was committed counts. It has the bits of plain steps in memory, through the cache and on storage."""
     case = CASES[name]
-    is_durable, keeps_residual = case.durability != "none", case.compression is not None
+    is_durable, keeps_residual = case.durability in ("step", "power"), case.compression is not None
     events = DONE + ROLLED_BACK * is_durable + REOPENED * (is_durable and not keeps_residual)
+    if case.durability == "interval":
+        events += AT_INTERVALS + [Pair.lose] * (not keeps_residual)
     random.Random(seed).shuffle(events)
     pair = Pair(tmp_path, case, seed)
     try:

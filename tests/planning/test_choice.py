@@ -433,7 +433,21 @@ def test_memory_that_is_left_keeps_state() -> None:
     more, fewer = (held_by_update(SEVEN, one, on_gpu=True)["ring"] for one in (plan.training, without))
     assert more - fewer == pytest.approx(16 * (4 << 20) * 2 / 12, rel=0.01)
     fast, slow = (pace(SEVEN, one, RATES, on_gpu=True) for one in (plan.training, without))
-    assert fast.update.high < slow.update.high and fast.written_bytes == slow.written_bytes
+    assert fast.update.high < slow.update.high
+    # State in memory is written once per interval: here every tenth step, in every step, or never.
+    often = replace(without, cache_bytes=state_bytes(SEVEN, without) // 2)
+    shares = [({"interval": 10}, 0.55), ({"interval": None}, 1.0), ({"places": 1}, 0.5), ({"interval": 60.0}, 0.6)]
+    assert not replace(often, interval=10, processes=2).writes_back
+    for changed, share in shares:
+        found = written_bytes(SEVEN, replace(often, **changed), step_seconds=12.0)
+        assert found == pytest.approx(share * slow.written_bytes, rel=0.01)
+    # Without room for a third place of the other state, it is written in every step.
+    asked = replace(ASKED, interval=600.0)
+    places = owners(cache_bytes=20 * GB, save_top_k=0, interval=600.0)
+    small = replace(DESKTOP, host_memory=90 * GB, gpu_memory=80 * GB, disk=sum(places.values()) - 40 * GB)
+    large = replace(small, disk=2 * small.disk)
+    found = [choose(SEVEN, asked, one, RATES, Open()).training.interval for one in (small, large)]
+    assert found == [None, 600.0]
 
 
 def test_without_passes_the_roomiest_that_fits_is_taken() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from lightning_smartinfinity.storage.folders.replacement import flush_tree
 from lightning_smartinfinity.storage.records.residual_file import read_residual
 from lightning_smartinfinity.storage.records.training_record import residual_of
 from lightning_smartinfinity.zero3.checkpoints.formats.universal_conversion import convert_checkpoint
+from tests.helpers.assertions import differing
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.power_loss import Disk, RecordedDisk, content, observed
 from tests.helpers.trainers import fit
 from tests.huggingface.trained import arguments, dataset, load
-from tests.pipeline.harness import Case, assert_equal, running, stored
+from tests.pipeline.harness import Case, Run, assert_equal, running, stored
 from tests.storage.makers import commit_generation, create, residual_memory
 from tests.training.actions import does
 
@@ -129,21 +131,46 @@ def test_exports_and_universal_folders(disk: Disk, tmp_path: Path, attack: Attac
 CASES = {
     "two folders": Case(num_devices=2, durability="power", keep=True),
     "int8, some in memory": Case(state_format="int8", durability="power", cache_bytes=200_000, keep=True),
+    "at intervals": Case(num_devices=2, durability="interval", cache_bytes=200_000, keep=True),
 }
 
 
 @pytest.mark.parametrize("steps", [5, MANY])
 @pytest.mark.parametrize("name", CASES)
 def test_committed_states(disk: Disk, name: str, steps: int, attack: Attack) -> None:
-    """With durability="power" the state of every committed step is found, from the first state on."""
+    """The state of the first step and of every later one that was written whole is found until the next one is."""
     case, folder = CASES[name], disk.folder / "below" / "new"
-    attack('power loss after a step with durability="power"', tries=steps + 1, outcome="the step's state is whole")
+    attack(f"power loss after a step, durability={case.durability!r}", tries=steps, outcome="a step's state is whole")
     with running(folder, case) as run:
-        expected = [stored(run)]
-        assert_found(disk, folder, case, expected[0])
+        if case.durability == "power":
+            assert_found(disk, folder, case, stored(run))
         for number in range(steps):
             run.step(number)
-            assert_found(disk, folder, case, stored(run))
+            if case.durability == "power" or number % 3 == 0:
+                persist(run)
+                expected = stored(run)
+            assert_found(disk, folder, case, expected)
+
+
+@pytest.mark.parametrize("seed", long_but([0], range(10)))
+def test_a_power_loss_while_state_in_memory_is_written(seed: int, tmp_path: Path, attack: Attack) -> None:
+    """Before and after every flush, the generation written before is found whole, or the new one.
+
+    Without a chance that anything was written before it was flushed, the new one is found after the last flush only.
+    """
+    disk, case, found = RecordedDisk(tmp_path, seed=seed), CASES["at intervals"], list[dict[str, torch.Tensor]]()
+    folder = disk.folder / "new"
+    with running(folder, case) as run:
+        known = []
+        for number in range(2):
+            run.step(number)
+            with observed(lambda: found.append(found_state(disk, folder, case))) if known else nullcontext():
+                persist(run)
+            known.append(stored(run))
+    disk.close()
+    attack("power loss while state in memory is written", tries=len(found), outcome="the old or the new one is whole")
+    which = [next(n for n, state in enumerate(known) if not differing(each, state)) for each in found]
+    assert which[-1] == 1 and (seed or which == [0] * 5 + [1])
 
 
 @pytest.mark.parametrize("steps", [3, MANY])
@@ -186,12 +213,22 @@ def recorded_after_power_loss(disk: Disk, folder: Path, residuals: list[NDArray[
         return records[0].step
 
 
-def assert_found(disk: Disk, folder: Path, case: Case, expected: dict[str, torch.Tensor]) -> None:
+def persist(run: Run) -> None:
+    """Write what is in memory only; nothing is with durability="power"."""
+    if run.handler.writes_back:
+        run.handler.persist()
+
+
+def found_state(disk: Disk, folder: Path, case: Case) -> dict[str, torch.Tensor]:
     with (
         disk.after_power_loss() as found,
         running(found / folder.relative_to(disk.folder), case, recover=True) as run,
     ):
-        assert_equal(stored(run), expected)
+        return stored(run)
+
+
+def assert_found(disk: Disk, folder: Path, case: Case, expected: dict[str, torch.Tensor]) -> None:
+    assert_equal(found_state(disk, folder, case), expected)
 
 
 def test_the_disks_lose_what_is_not_flushed(disk: Disk) -> None:

@@ -276,6 +276,17 @@ def test_a_mistaken_option(strategy: Callable[..., Any], options: dict[str, Any]
     assert "zero={'offload_optimizer'" not in caught.value.remedy
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("durability", ["step", "interval"])
+def test_settings_of_an_interval(
+    durability: str, strategy: Callable[..., Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    """A warning names those that are ignored, because state in memory is written in every step."""
+    strategy(transfer={"persist_every": 5, "durability": durability})
+    told = "TransferConfig(persist_every=5) is ignored without durability='interval'."
+    assert [str(each.message) for each in recwarn] == [told] * (durability == "step")
+
+
 @pytest.mark.parametrize("setting", [{"value_dtype": "bf16"}, {"exact": False}])
 def test_what_is_ignored_is_said(setting: dict[str, Any]) -> None:
     """A ratio of 1 sends gradients in their own dtype and keeps no residual. A warning names the ignored settings."""

@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -31,7 +31,7 @@ from lightning_smartinfinity.storage.jobs.removal import remove_job
 from lightning_smartinfinity.storage.jobs.trainings import Condition, trainings_in
 from lightning_smartinfinity.storage.records import record_writes
 from lightning_smartinfinity.storage.records.sealed import crc32c
-from lightning_smartinfinity.storage.records.training_record import TrainingRecord, record_name
+from lightning_smartinfinity.storage.records.training_record import TrainingRecord, read_training_records, record_name
 from lightning_smartinfinity.storage.spread import Placement
 from lightning_smartinfinity.storage.state.commit_record import (
     CommitRecord,
@@ -296,6 +296,22 @@ def test_a_training_record_that_fails_has_a_number(tmp_path: Path, monkeypatch: 
     store.close(remove=False)
     _, records = find_resumable([tmp_path], job="default", rank=0)
     assert [(record.number, record.step) for record in records] == [(4, 3)]
+
+
+def test_a_record_that_is_withdrawn_spares_the_one_before(tmp_path: Path) -> None:
+    """So do a write at an interval that fails and a step that is rolled back then: the next record replaces theirs."""
+    store = create([tmp_path])
+    store.records.hold()
+    for generation, fails in ((2, False), (4, True), (4, False)):
+        store.records.write(generation=generation, step=generation, content=b"", has_steps=True, residual=None)
+        with pytest.raises(StorageError) if fails else nullcontext(), store.records.storing(generation + 1):
+            if fails:
+                raise StorageError("The commit record could not be written.", "")
+        if fails:
+            store.records.forget_behind(generation)
+    found = read_training_records(OpenFolder(tmp_path / "default/rank-00000"), identity=store.identity)
+    store.close(remove=True)
+    assert [(record.number, record.step) for record in found] == [(4, 4), (1, 2)]
 
 
 def test_a_kill_before_the_first_training_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, TopK
 from lightning_smartinfinity.errors import StorageFullError
+from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.layout import partition_layout
 from lightning_smartinfinity.storage import StateStore
 from lightning_smartinfinity.storage.extents import BLOCK_BYTES
@@ -151,6 +152,8 @@ class Module(pl.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         die(self.run, "saved batch end", self.trainer)
+        if self.trainer.global_step % 6 == 0:
+            self.seen += int(torch.randint(9, ()))
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         self.log("val_loss", self.net(batch + torch.rand(1)).float().pow(2).mean(), sync_dist=True)
@@ -288,6 +291,19 @@ def kill_at_call(run: StorageRun) -> None:
     setattr(owner, name, staticmethod(die_or_do) if owner is ModelCheckpoint else die_or_do)
 
 
+def interrupt_update(run: StorageRun) -> None:
+    """Let a process get Ctrl-C within the update of the run's step."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have inherited another one
+    begin = TransferHandler.begin_step
+
+    def begin_and_die(handler: TransferHandler, plan: Any) -> None:
+        begin(handler, plan)
+        if handler.steps.max() + 1 == run.kill_step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    TransferHandler.begin_step = begin_and_die  # type: ignore[method-assign]
+
+
 def kill_in_copy(run: StorageRun) -> None:
     """Let a process be killed within the copy of the save of the run's number, when it has begun the next batch.
 
@@ -344,6 +360,8 @@ def main(path: str) -> None:
     if run.kill_at.removeprefix("kill at ") in CALLS:
         kill_at_call(run)
     fail_to_record(run)
+    if run.kill_at == "ctrl-c at update":
+        interrupt_update(run)
     if run.granule:
         partition_layout._LEAST_GRADIENT_BYTES = BLOCK_BYTES // run.granule
     if run.kill_at == "kill at copy":

@@ -20,6 +20,7 @@ from lightning_smartinfinity.storage.state.parts import find_parts
 from lightning_smartinfinity.zero3.setup import rank_migration
 from tests.helpers.attacks import Attack
 from tests.helpers.long_cases import long_but
+from tests.helpers.streamed_state import WRITTEN_BACK
 from tests.training.storage_worker import CHANGE, StorageRun, end_of, fit, launch, steps_of
 
 # Nothing depends on random numbers, which differ when the number of processes has changed.
@@ -51,7 +52,7 @@ def stores(folder: Path) -> list[str]:
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 USUAL: tuple[int, int, dict[str, Any]] = (2, 3, {"options": {"overlap": "forward"}})
 OTHERS: list[tuple[int, int, dict[str, Any]]] = [
-    (1, 2, {"options": {"overlap": "forward"}}),
+    (1, 2, {"options": {"overlap": "forward"}, "transfer": WRITTEN_BACK}),
     *(
         (3, devices, {"options": {"overlap": overlap, "state_format": state_format}})
         for state_format in STATE_FORMATS
@@ -67,6 +68,11 @@ OTHERS: list[tuple[int, int, dict[str, Any]]] = [
         },
     ),
     (3, 2, {"transfer": {"keep": True}}),
+    (
+        1,
+        3,
+        {"transfer": {**WRITTEN_BACK, "persist_every": 2, "dram_cache_bytes": 30_000}, "options": {"overlap": "none"}},
+    ),
     (1, 2, {"options": {"compression": {"ratio": 0.1}}}),  # a residual that begins at zero
 ]
 

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_smartinfinity.checkpoint_hint import LIGHTNING_KEY
-from lightning_smartinfinity.common.patches import replaced
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.integrations.trainer.callback_support import refuse_search
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import (
     CheckpointIndex,
     checkpoints_of,
-    model_checkpoints,
 )
+from lightning_smartinfinity.integrations.trainer.recorded_loop import INDEX, loop_state, restore_index, watch_steps
 from lightning_smartinfinity.resume.fit_loaders import FitLoaders
 from lightning_smartinfinity.resume.fit_point import Following, following, is_at_end, is_within_step, settle
 from lightning_smartinfinity.resume.loops import (
@@ -47,32 +42,17 @@ from lightning_smartinfinity.resume.start import Source, choose_start, steps_of
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW, StrategySettings
 from lightning_smartinfinity.settings.user_calls import CALLS_OF_TRAINER
-from lightning_smartinfinity.zero3.ranks.collectives import gather
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.checkpoints.save.background_saves import BackgroundSaves
     from lightning_smartinfinity.zero3.engine.training import SmartInfinityEngine
 
-__all__ = ["RESUMED_FROM", "TrainerFitRecord", "loop_state", "restore_loop", "watch_steps"]
+__all__ = ["RESUMED_FROM", "TrainerFitRecord"]
 
 RESUMED_FROM = (LIGHTNING_KEY, "loops", "lr_schedulers")
 """Keys of a checkpoint without which no fit can resume from it."""
 
 _POINT = "point"  # a key beside the random states in checkpoints
-_INDEX = "books"  # a key in stored training records: a new name could not read those of earlier versions
-_LEFT_OUT = frozenset(
-    {
-        "state_dict",
-        "optimizer_states",
-        pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY,
-        pl.LightningModule.CHECKPOINT_HYPER_PARAMS_NAME,
-        pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE,
-        pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY,
-        pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_NAME,
-        pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE,
-    }
-)
 
 
 class TrainerFitRecord(FitRecord):
@@ -83,6 +63,7 @@ class TrainerFitRecord(FitRecord):
     """
 
     loop_keys = TRAINER_KEYS
+    ends_on_sigterm = False  # Lightning ends the fit after the batch
 
     def __init__(self) -> None:
         super().__init__(
@@ -162,7 +143,9 @@ class TrainerFitRecord(FitRecord):
             index: Index of the Trainer's ModelCheckpoints; None if nothing is trained.
         """
         self._index = index
-        watch_steps(trainer, partial(self._record_loop, trainer, Following.BATCH))
+        watch_steps(
+            trainer, partial(self._record_loop, trainer, Following.BATCH), before=self._record_before_validation
+        )
 
     def keeps_order(self) -> bool:
         """Return whether DataLoaders that are set up now keep their own order."""
@@ -191,8 +174,10 @@ class TrainerFitRecord(FitRecord):
     def note_end(self) -> None:
         """Keep the point at which a fit ends, for checkpoints that are saved afterwards."""
         if self._loaders is not None and self._at_end is None:
-            trainer = self._trainer
-            self._at_end = self._point(capture(trainer.strategy.root_device, world_size=trainer.world_size))
+            self._at_end = self._point(self._random_now())
+
+    def _random_now(self) -> dict[str, Any]:
+        return capture(self._trainer.strategy.root_device, world_size=self._trainer.world_size)
 
     def _point(self, random: dict[str, Any]) -> dict[str, Any]:
         trainer, loaders = self._trainer, self._loaders
@@ -241,7 +226,8 @@ class TrainerFitRecord(FitRecord):
             StorageCorruptError, CheckpointError: As for :meth:`restore`.
         """
         loop = self.restore(engine)
-        checkpoint = restore_loop(trainer, loop)
+        trainer._logger_connector._callback_metrics.update(loop["metrics"])
+        checkpoint: ClientState = loop["checkpoint"]
         self._resumed_at = checkpoint["global_step"]
         if self._index is not None:
             restore_index(trainer, self._index, engine.saves, loop, checkpoint.get("callbacks", {}))
@@ -296,106 +282,32 @@ class TrainerFitRecord(FitRecord):
         """
         self._num_steps = self._engine_steps()
         if self.is_on:
-            assert self._loaders is not None
-            random = capture(trainer.strategy.root_device, world_size=trainer.world_size)
-            loop = {
-                "after_batch": follows not in (None, Following.EPOCH),
-                "follows": None if follows is None else follows.value,
-                RNG_KEY: random,
-                "loaders": self._loaders.state(),
-                **loop_state(trainer),
-                **self._described_index(),
-            }
-            self.record(loop, step=trainer.global_step)
+            self.record(self._described_loop(follows), step=trainer.global_step)
+
+    def _described_loop(self, follows: Following | None) -> ClientState:
+        assert self._loaders is not None
+        random, checkpoint = self._random_now(), loop_state(self._trainer)
+        if follows is Following.BATCH_END:
+            settle(checkpoint["loops"]["fit_loop"], follows)
+        return {
+            "after_batch": follows not in (None, Following.EPOCH),
+            "follows": None if follows is None else follows.value,
+            RNG_KEY: random,
+            "loaders": self._loaders.state(),
+            "checkpoint": checkpoint,
+            "metrics": dict(self._trainer.callback_metrics),
+            **self._described_index(),
+        }
+
+    def _record_before_validation(self) -> None:
+        """Make a record after a batch, before its validation, if no earlier state could be resumed from."""
+        if self.awaits_record:
+            self.record(self._described_loop(Following.BATCH_END), step=self._trainer.global_step)
 
     def record_index(self) -> None:
-        """Rewrite the last record with the present index, before a save."""
+        """Rewrite records with the present index, before a save."""
         if self.is_on:
             self.rewrite(lambda loop: {**loop, **self._described_index()})
 
     def _described_index(self) -> ClientState:
-        return {} if self._index is None else {_INDEX: self._index.describe()}
-
-
-def restore_index(
-    trainer: pl.Trainer, index: CheckpointIndex, saves: BackgroundSaves, loop: ClientState, states: ClientState
-) -> None:
-    """Reset ModelCheckpoints to the complete checkpoints, and remove parts of incomplete ones. Collective.
-
-    Args:
-        trainer: The Trainer.
-        index: Its ModelCheckpoints' index.
-        saves: The background saves of its training.
-        loop: The loop's part of a training record.
-        states: The callbacks' states in that record; changed in place.
-    """
-    described = gather(loop.get(_INDEX, {}), None)[0]
-    for callback in model_checkpoints(trainer):
-        entries = described.get(callback.state_key)
-        if not entries or callback.state_key not in states:
-            continue
-        in_progress = [entry["saved"] for entry in entries[1:]]
-        for path in in_progress:
-            saves.remove_interrupted(path)
-        is_whole = map(all, zip(*gather([os.path.exists(path) for path in in_progress], None), strict=True))
-        num_whole = 1 + sum(1 for _ in takewhile(bool, is_whole))
-        states[callback.state_key] |= index.restore(callback, entries, num_whole)
-
-
-def loop_state(trainer: pl.Trainer) -> ClientState:
-    """Return the state of loop, callbacks and schedulers as in a checkpoint of Lightning, and the logged metrics.
-
-    Callbacks and schedulers read the metrics after a resume. If no hook object overrides ``on_load_checkpoint``, no
-    ``on_save_checkpoint`` is called either: it is meant for checkpoints, and a record is not one.
-    """
-    connector = trainer._checkpoint_connector
-    with ExitStack() as changes:
-        changes.enter_context(replaced(trainer.fit_loop, "on_save_checkpoint", dict))
-        hooked = (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
-        if not any(is_overridden("on_load_checkpoint", each) for each in hooked):
-            changes.enter_context(replaced(connector, "_get_lightning_module_state_dict", dict))
-            for each in hooked:
-                changes.enter_context(replaced(each, "on_save_checkpoint", _saves_nothing))
-        checkpoint: ClientState = connector.dump_checkpoint(weights_only=False)
-    return {
-        "checkpoint": {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT},
-        "metrics": dict(trainer.callback_metrics),
-    }
-
-
-def _saves_nothing(*_: object) -> None:
-    """Replace an ``on_save_checkpoint``."""
-
-
-def restore_loop(trainer: pl.Trainer, state: ClientState) -> ClientState:
-    """Restore the metrics of a :func:`loop_state`; return the checkpoint dictionary for Lightning."""
-    trainer._logger_connector._callback_metrics.update(state["metrics"])
-    checkpoint: ClientState = state["checkpoint"]
-    return checkpoint
-
-
-def watch_steps(trainer: pl.Trainer, note: Callable[[], None]) -> None:
-    """Call ``note`` whenever the loop has finished a batch that ended with a step, its validation included.
-
-    Args:
-        trainer: Trainer whose fit is being set up.
-        note: Function to call; also called if SIGTERM ends the fit at that batch, but not if it ends the validation:
-            the resumed fit repeats the batch and the whole validation.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    advance_end = type(loop).on_advance_end
-
-    def end_and_note(data_fetcher: Any) -> None:
-        try:
-            advance_end(loop, data_fetcher)
-        except SIGTERMException:
-            if not trainer.validating:
-                note_step()
-            raise
-        note_step()
-
-    def note_step() -> None:
-        if not loop._should_accumulate():
-            note()
-
-    loop.on_advance_end = end_and_note  # type: ignore[method-assign]
+        return {} if self._index is None else {INDEX: self._index.describe()}

@@ -257,6 +257,11 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
         return keeping_position(loader) if self.lightning_module.trainer.training else loader
 
     @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._fit_record.persist()  # a validation may be longer than an interval
+        return super().validation_step(*args, **kwargs)
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         shutdown.abandon_soon_after_sigterm()

@@ -143,7 +143,14 @@ class DeviceSelection:
                     f"There is no memory on {self._device} to choose the elements of one tasklet to send: {error}.",
                     "Use smaller tasklets (TransferConfig(tasklet_bytes=...)), or a smaller batch.",
                 ) from error
-            yield native.Batch(batch.operation, [encoded], batch.steps, batch.stream, slot_bytes=batch.slot_bytes)
+            yield native.Batch(
+                batch.operation,
+                [encoded],
+                batch.steps,
+                batch.stream,
+                slot_bytes=batch.slot_bytes,
+                writes_back=batch.writes_back,
+            )
 
     def _encoded(self, tasklet: native.Tasklet, place: torch.Tensor, scale: float) -> native.Tasklet:
         where = slice(tasklet.offset, tasklet.offset + tasklet.numel)

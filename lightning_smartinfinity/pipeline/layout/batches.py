@@ -146,6 +146,7 @@ class Places(NamedTuple):
         generations: int64[num_tasklets], current generation of each extent; -1 means never written.
         next_generation: Generation that a batch writes.
         blocks: ``StateStore.blocks``.
+        writes_back: Whether a batch changes resident tasklets in memory only.
     """
 
     current: Placement
@@ -153,6 +154,7 @@ class Places(NamedTuple):
     generations: NDArray[np.int64]
     next_generation: int
     blocks: Sequence[native.Blocks | None]
+    writes_back: bool = False
 
     def tasklet(
         self,

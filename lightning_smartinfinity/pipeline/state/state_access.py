@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.common.progress import Advance, Show
 from lightning_smartinfinity.devices.base import StorageDevice
-from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageTimeoutError
 from lightning_smartinfinity.pipeline.layout.batches import (
     Memory,
     Piece,
@@ -27,6 +29,7 @@ from lightning_smartinfinity.pipeline.parameters.submissions import Assignment, 
 from lightning_smartinfinity.pipeline.state.windows import Window, WindowWalk
 from lightning_smartinfinity.pipeline.state.work import array_batch, start_batch
 from lightning_smartinfinity.storage import StateStore
+from lightning_smartinfinity.storage.spread import Placement
 
 __all__ = ["StateAccess", "Together", "commit_next", "committing", "places_of"]
 
@@ -34,12 +37,18 @@ Together = Callable[[], AbstractContextManager[object]]
 """Makes a context whose exit raises if its body raised in another process of the training."""
 
 _FP32_BYTES = 4
+_TASKLETS_AT_ONCE = 64  # between looks at the time
 
 
 def places_of(store: StateStore) -> Places:
     """Return the places of the store's extents and those of the next generation."""
     return Places(
-        store.placement, store.next_placement(), store.tasklet_generations, store.generation + 1, store.blocks
+        store.placement,
+        store.next_placement(),
+        store.tasklet_generations,
+        store.generation + 1,
+        store.blocks,
+        store.writes_back,
     )
 
 
@@ -63,16 +72,21 @@ def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], step
 
 
 @contextmanager
-def committing(store: StateStore, generation: int, together: Together) -> Iterator[None]:
+def committing(
+    store: StateStore, generation: int, together: Together, *, overwritten: Callable[[], bool]
+) -> Iterator[None]:
     """Make the context in which a generation is written and committed; roll back if another process failed.
 
-    With one place per tasklet the new generation stays current, because the previous one no longer exists.
+    With one place per tasklet the new generation stays current, because the previous one no longer exists. If state in
+    memory was overwritten that is written back, the generation is lost, unless only the ranks' agreement on its commit
+    was interrupted.
 
     Args:
         store: The store.
         generation: The generation to commit; already current if it was committed but the ranks' agreement was
             interrupted.
         together: Context entered around the body.
+        overwritten: Function that returns whether state in memory was overwritten.
 
     Raises:
         SmartInfinityError: The body raised it, here or on another rank.
@@ -80,8 +94,10 @@ def committing(store: StateStore, generation: int, together: Together) -> Iterat
     try:
         with together():
             yield
-    except SmartInfinityError:
-        if store.generation == generation and store.extents.places_per_tasklet > 1:
+    except SmartInfinityError as error:
+        if store.writes_back and overwritten():
+            store.lose(error)
+        elif store.generation == generation and store.can_revert:
             store.revert()
         raise
 
@@ -121,6 +137,7 @@ class StateAccess:
         self._store = store
         self._device = device
         self._names = tuple(names)
+        self._overwrites = False  # whether the change in progress has overwritten state that is in memory only
 
     def initialize(
         self, masters: ParameterMemory, first_values: Sequence[float], staging: StagingMaker, *, show: Show
@@ -147,6 +164,41 @@ class StateAccess:
             )
         commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
+    def write_resident(self, placement: Placement, tasklets: NDArray[np.intp], *, deadline: float = math.inf) -> None:
+        """Write the state of resident tasklets from memory to storage as it is.
+
+        Args:
+            placement: Places to write to.
+            tasklets: intp[any number]: indices of the tasklets.
+            deadline: Time of ``time.monotonic`` by which it must be done.
+
+        Raises:
+            StorageTimeoutError: It would take until after the deadline.
+            StorageError: A tasklet could not be written.
+        """
+        places = places_of(self._store)._replace(following=placement, writes_back=False)
+        begun, total = time.monotonic(), len(tasklets)
+        for first in range(0, total, _TASKLETS_AT_ONCE):
+            now = time.monotonic()
+            if now + (now - begun) / max(first, 1) * (total - first) > deadline:
+                raise StorageTimeoutError(
+                    f"{first} of {total} tasklets of state in memory were written in {now - begun:.1f} s; the others "
+                    "would take too long.",
+                    "Pass a larger TransferConfig(flush_timeout=...).",
+                )
+            listed = tasklets[first : first + _TASKLETS_AT_ONCE].tolist()
+            # Each is sealed with the generation that it has.
+            worked = [
+                places._replace(next_generation=int(places.generations[tasklet])).tasklet(self._layout, tasklet, [])
+                for tasklet in listed
+            ]
+            batch = native.Batch(native.Operation.MODIFY, worked, io_class=native.IoClass.BACKGROUND)
+            try:
+                self._device.submit(batch)
+                self._device.finish()
+            finally:
+                self._device.stop()
+
     def scan(self, visit: Callable[[Window], object]) -> None:
         """Pass the whole state to ``visit``, window by window in partition order.
 
@@ -167,7 +219,8 @@ class StateAccess:
 
         It needs as much host memory as :meth:`scan`. It does not change the parameters in memory: the caller writes
         them. If ``fill`` or a write raises, here or (with ``together``) on another rank, the previous generation stays
-        current. With one place per tasklet (``durability="none"``) the state is lost.
+        current. With one place per tasklet (``durability="none"``), or if state was overwritten that is in memory only,
+        the state is lost.
 
         Args:
             fill: Called with each window; it must fill all of the window's arrays.
@@ -179,9 +232,14 @@ class StateAccess:
             StorageError: The state could not be written.
         """
         assert len(steps) == len(self._layout.parameters)
-        with committing(self._store, self._store.generation + 1, together):
+        with self._changing(together):
             places = self._next_places()
-            self._walk(places).write(fill)
+
+            def fill_and_note(window: Window) -> None:
+                fill(window)
+                self._overwrites = self._store.num_held > 0  # the first window has the first tasklets
+
+            self._walk(places).write(fill_and_note)
             commit_next(self._store, places, range(self._layout.extents.num_tasklets), np.asarray(steps, np.int64))
 
     def read_parameter(self, parameter: int, *, names: Sequence[str] | None = None) -> dict[str, NDArray[np.float32]]:
@@ -263,10 +321,25 @@ class StateAccess:
     def _modify(
         self, pieces: Sequence[Piece], addresses: Callable[[Piece], tuple[int, ...]], together: Together
     ) -> None:
-        with committing(self._store, self._store.generation + 1, together):
-            places = self._next_places()
+        with self._changing(together):
+            places, tasklets = self._next_places(), tasklets_in(pieces)
+            self._overwrites = any(tasklet < self._store.num_held for tasklet in tasklets)
             self._move(native.Operation.MODIFY, pieces, places, addresses)
-            commit_next(self._store, places, tasklets_in(pieces), self._store.steps)
+            commit_next(self._store, places, tasklets, self._store.steps)
+
+    @contextmanager
+    def _changing(self, together: Together) -> Iterator[None]:
+        """Make the context of a change outside of steps; see :func:`committing`."""
+        generation, self._overwrites = self._store.generation + 1, False
+        try:
+            with committing(self._store, generation, together, overwritten=lambda: self._overwrites):
+                yield
+        except SmartInfinityError:
+            raise
+        except BaseException as error:  # an interrupt
+            if self._store.writes_back and self._overwrites and self._store.generation < generation:
+                self._store.lose(error)
+            raise
 
     def _walk(self, places: Places) -> WindowWalk:
         return WindowWalk(self._layout, self._device, places, nbytes=self._device.ring_bytes)

@@ -203,4 +203,4 @@ def _batch(
 ) -> native.Batch:
     listed = segments_of(layout, pieces, tasklets, segment=segment)
     worked = [places.tasklet(layout, index, segments) for index, segments in listed]
-    return native.Batch(operation, worked, stream=stream, io_class=io_class)
+    return native.Batch(operation, worked, stream=stream, io_class=io_class, writes_back=places.writes_back)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -210,6 +212,14 @@ class LimitedCalls:
     def __init__(self, files: Iterable[native.StateFile], *, seconds: float) -> None:
         self._are_direct = all(file.direct for file in files)
         self._seconds = seconds
+
+    def within(self, seconds: float) -> LimitedCalls:
+        """Return an object whose calls take at most so many seconds, even if the disk works meanwhile."""
+        if seconds == math.inf:
+            return self
+        limited = copy.copy(self)
+        limited._are_direct, limited._seconds = True, min(self._seconds, max(seconds, 0.0))
+        return limited
 
     def __call__(self, doing: str, path: Path, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Act as :func:`limited`, but with direct I/O, the limit does not restart while the disk works."""

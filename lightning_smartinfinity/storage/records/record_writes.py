@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -37,7 +39,9 @@ class TrainingRecords:
         options: Options for writing residuals; records are flushed and limited in time likewise.
 
     Attributes:
-        current: The record written or resumed from last; None if there is none.
+        current: The record made or resumed from last; None if there is none.
+        stored: The record written or resumed from last; None if there is none.
+        holds: Whether :meth:`write` only keeps the record in memory, until :meth:`storing` writes and flushes it.
         run: ``TrainingRecord.run`` of the records to write.
         residual_failure: Error of the last finished write of a residual, or None.
         nbytes: Bytes of the records and residuals written so far.
@@ -45,6 +49,8 @@ class TrainingRecords:
 
     def __init__(self, folder: RankFolder, *, identity: native.Identity, options: WriteOptions) -> None:
         self.current: TrainingRecord | None = None
+        self.stored: TrainingRecord | None = None
+        self.holds = False
         self.run = bytes(identity.job)
         self.residual_failure: StorageError | None = None
         self.nbytes = 0
@@ -57,8 +63,13 @@ class TrainingRecords:
         self._last_number: int | None = None
         self._last_generation = -1
         self._before: TrainingRecord | None = None  # the one before the current one
+        self._ended: TrainingRecord | None = None  # that end() has put off
         self._residual: NDArray[np.float32] | None = None  # that of the current record, until its write begins
         self._residual_write: ResidualWrite | None = None
+
+    def hold(self) -> None:
+        """Let :meth:`write` only keep records in memory from now on, and flush those that :meth:`storing` writes."""
+        self.holds, self._options = True, replace(self._options, flush=True)
 
     def write(
         self,
@@ -85,10 +96,9 @@ class TrainingRecords:
             StorageError: The record could not be written. The one before it is intact.
         """
         # A record that fails uses up its number, too: ranks resume from a number that all of them have.
-        self._last_number = int(has_steps) if self._last_number is None else self._last_number + 1
-        self._last_generation = generation
+        number = int(has_steps) if self._last_number is None else self._last_number + 1
         record = TrainingRecord(
-            number=self._last_number,
+            number=number,
             generation=generation,
             step=step,
             run=self.run,
@@ -96,24 +106,77 @@ class TrainingRecords:
             residual_numel=0 if residual is None else residual.size,
             version=version,
         )
-        self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
+        if not self.holds:
+            self._last_number, self._last_generation = number, generation
+            self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
+            self.stored = record
         self._before, self.current, self._residual = self.current, record, residual
 
-    def rewrite(self, content: bytes) -> None:
-        """Replace only the content of the current record. A kill leaves the old content or the new one.
+    @contextmanager
+    def storing(self, is_committed: Callable[[], bool]) -> Iterator[None]:
+        """Write the current record, which was held, and its residual, which is in memory; undo that if the body raises.
 
         Args:
-            content: The new content, of the present format version.
+            is_committed: Function that returns whether the generation was committed, after which nothing is undone.
+
+        Raises:
+            StorageError: They could not be written. The record before is intact.
+        """
+        assert self.holds and self.current is not None
+        before, held = self.stored, self.current
+        number = held.number if self._last_number is None else self._last_number + 1
+        self._last_number, self._last_generation = number, held.generation
+        try:
+            self._store(replace(held, number=number))
+            yield
+        except BaseException:
+            if is_committed():  # an interrupt
+                raise
+            self.stored, self.current = before, held
+            self._last_number = number + 1  # skipped, so that the next record replaces this one
+            with suppress(StorageError):
+                self._in_time("Erasing the training record", self._path, self._erase, number)
+            raise
+
+    def renumber(self, before: int, generation: int) -> None:
+        """Give the generation of the current record, if it is that before, another number; none of it was written."""
+        if self.current is not None and self.current.generation == before:
+            self.current = replace(self.current, generation=generation)
+
+    def _store(self, record: TrainingRecord) -> None:
+        self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
+        self.current = record
+        if record.residual_numel:
+            assert self._residual is not None
+            self._begin_residual(record, self._residual)
+            self.finish_residual()
+            failure, self.residual_failure = self.residual_failure, None  # the next write may succeed
+            if failure is not None:
+                raise failure
+        self.stored = record
+
+    def rewrite(self, changed: Callable[[TrainingRecord], bytes]) -> None:
+        """Replace only the content of records after a step. A kill leaves the old content or the new one.
+
+        Args:
+            changed: Function that returns a record's new content, of the present format version.
 
         Raises:
             StorageError: It could not be written. The record is unchanged.
         """
-        assert self.current is not None
-        record = replace(self.current, content=content, version=RECORD_VERSION)
+        held = self.current if self.current is not self.stored else None
+        if held is not None and held.has_steps:
+            self.current = replace(held, content=changed(held), version=RECORD_VERSION)
+        if self.stored is None or not self.stored.has_steps:
+            return
+        record = replace(self.stored, content=changed(self.stored), version=RECORD_VERSION)
         name, written = record_name(record.number), packed(record, self._identity)
         replacing, path = self._folder.replace, self._folder.path / name
         self._in_time("Writing the training record", path, replacing, name, written, flush=self._options.flush)
-        self.current, self.nbytes = record, self.nbytes + len(written)
+        self.stored = record
+        if held is None:
+            self.current = record
+        self.nbytes += len(written)
 
     def _write(self, record: TrainingRecord) -> int:
         residual = residual_of(record, self._identity)
@@ -127,15 +190,17 @@ class TrainingRecords:
 
         The other file is made afterwards, so that a kill never leaves two empty files, which are damaged.
         """
-        if self.current is None:
+        if self.stored is None:
             self._folder.allocate_missing(record_name(record.number))
         nbytes = write_training_record(self._folder.inside, record, identity=self._identity, flush=self._options.flush)
-        if self.current is None:
+        if self.stored is None:
             self._folder.allocate_missing(*TRAINING_NAMES)
         return nbytes
 
     def write_residual(self, generation: int) -> None:
         """Start to write the residual that belongs to the current record, if the record is of this generation.
+
+        If records are held, :meth:`storing` writes it.
 
         Until :meth:`finish_residual` has returned, the residual must not change, and the places of the generation
         before must not be written to: otherwise, after a kill, a training could resume from neither generation.
@@ -144,10 +209,13 @@ class TrainingRecords:
             generation: The newest generation; its residual is in memory.
         """
         record, values = self.current, self._residual
-        if values is None or record is None or record.generation != generation:
+        if self.holds or values is None or record is None or record.generation != generation:
             return
-        self.finish_residual()
         self._residual = None
+        self._begin_residual(record, values)
+
+    def _begin_residual(self, record: TrainingRecord, values: NDArray[np.float32]) -> None:
+        self.finish_residual()
         residual = residual_of(record, self._identity)
         assert residual is not None
         self._residual_write = ResidualWrite(self._folder.inside, residual, values, self._options)
@@ -183,16 +251,21 @@ class TrainingRecords:
         """
         record = self.current
         if record is not None and record.generation > generation:
+            if record is not self.stored:  # held: all records then have the same memory of the residual
+                self.current, self._before = self._before, None
+                return
             self._residual = None
             self._in_time("Erasing the training record", self._path, self._erase, record.number)
             self.current, self._before = self._before, None
-        if self._last_number is not None and self._last_generation > generation:
+            self.stored = self.current
+        # While records are held, none is written before its generation is committed.
+        if not self.holds and self._last_number is not None and self._last_generation > generation:
             # Skip a number: the next record then replaces the erased one, and not the one before, which is now needed.
             self._last_number += 1
             self._last_generation = generation
 
     def end(self, reason: str) -> None:
-        """Replace all records by one that states that no more follow.
+        """Replace all records by one that states that no more follow; if they are held, at :meth:`complete_end`.
 
         Args:
             reason: The reason, which the error of a training that resumes contains.
@@ -208,7 +281,20 @@ class TrainingRecords:
             content=reason.encode(),
         )
         self.current = self._residual = None
-        self._in_time("Ending the training records in", self._path, self._end, record)
+        self._ended = record
+        if not self.holds or self.stored is None:
+            self.complete_end()
+
+    def complete_end(self) -> None:
+        """Write the record of :meth:`end` if it was put off, since the generation on storage is another one now.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        record, self._ended = self._ended, None
+        if record is not None:
+            self.stored = None
+            self._in_time("Ending the training records in", self._path, self._end, record)
 
     def _end(self, record: TrainingRecord) -> None:
         self._put(record)
@@ -236,4 +322,5 @@ class TrainingRecords:
             self._folder.allocate_missing(*TRAINING_NAMES)
             self._erase(number + 1)
         (self.current,) = (record for record in records if record.number == number)
+        self.stored = self.current
         self.run, self._last_number = run, number

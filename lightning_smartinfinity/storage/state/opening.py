@@ -141,7 +141,7 @@ def create_store(
         rank=rank,
         world_size=world_size,
         num_machines=num_machines,
-        durability=config.durability,
+        durability=config.manifest_durability,
         keep=config.keep is True,
         extents=extents,
         description=description,

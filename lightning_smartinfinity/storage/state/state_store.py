@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +26,7 @@ from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.record_writes import TrainingRecords
 from lightning_smartinfinity.storage.records.residual_write import WriteOptions
 from lightning_smartinfinity.storage.records.training_record import RECORD_VERSION, TrainingRecord
-from lightning_smartinfinity.storage.spread import Placement, next_placement, places_needed
+from lightning_smartinfinity.storage.spread import Occupied, Placement, next_placement, places_needed
 from lightning_smartinfinity.storage.state.capacities import Capacities
 from lightning_smartinfinity.storage.state.commit_record import CommitRecord, erase_record, flush_records, write_record
 from lightning_smartinfinity.storage.state.pin import Pin
@@ -41,6 +44,7 @@ class StateStore:
         identity: The identity that every extent carries.
         manifest: The content of manifest.json.
         records: The training records.
+        lost: Why the current generation cannot be read any more; None if it can.
     """
 
     def __init__(
@@ -56,9 +60,12 @@ class StateStore:
         self.manifest = manifest
         self.identity = manifest.identity
         self._record = record
+        self._stored = self._spilled = record  # the generation on storage; and the one whose extents are there
+        self._num_held = 0
         self._previous: CommitRecord | None = None
         self._folders = tuple(folders)
         self._unusable: StorageError | None = None
+        self.lost: str | None = None
         self._pins: list[Pin] = []
         self._commit_bytes = 0
         self._assigned = manifest.extents.first_assigned if record.generation < 0 else record.placement.devices
@@ -135,18 +142,141 @@ class StateStore:
     def next_placement(self) -> Placement:
         """Return the places of the next generation. With two per tasklet, none of them is occupied or pinned.
 
-        Only this function chooses places to write to, so pinned places are not written to.
+        Only this function chooses places to write to, so pinned places are not written to. Tasklets that are written
+        back keep theirs.
         """
-        extents = self.extents
+        return self._placement(first=self._num_held or self.extents.num_in_memory)
+
+    def _placement(self, *, first: int) -> Placement:
+        pinned = [pin.occupied for pin in self._live_pins()]
+        if self.writes_back:
+            pinned.append(Occupied(self._stored.placement, np.ones(self.extents.num_tasklets, np.bool_)))
         return next_placement(
             self.placement,
             lying=self.tasklet_generations >= 0,
             assigned=self._assigned,
             capacities=list(self._capacities),
-            first=extents.num_in_memory,
-            in_place=extents.places_per_tasklet == 1,
-            pinned=[pin.occupied for pin in self._live_pins()],
+            first=first,
+            in_place=self.extents.places_per_tasklet == 1,
+            pinned=pinned,
         )
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether generations are completed on storage only by :meth:`persist`, after :meth:`write_back`."""
+        return self._num_held > 0
+
+    @property
+    def num_held(self) -> int:
+        """Number of tasklets, from the first on, that are written back."""
+        return self._num_held
+
+    @property
+    def stored_generation(self) -> int:
+        """The generation whose commit record is on storage, with all extents that it names."""
+        return self._stored.generation
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the training record made last is of the current generation."""
+        return self.training is not None and self.training.generation == self.generation
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether places of a generation are pinned."""
+        return bool(self._live_pins())
+
+    def write_back(self, num_held: int) -> None:
+        """From now on, keep generations of these first tasklets in memory, and commit generations there only.
+
+        The generation on storage stays whole until :meth:`persist` replaces it: extend the files so that it has places
+        beside those of two more generations of the other tasklets, and of one of these.
+
+        Args:
+            num_held: Number of tasklets.
+
+        Raises:
+            StorageFullError: The file systems have no room for these places.
+            StorageError: A file cannot be extended.
+        """
+        assert self.extents.places_per_tasklet > 1 and self._stored is self._record
+        self._num_held = num_held
+        try:
+            with io_limit(self._io_timeout):
+                wanted = self._places_needed(self._assigned)
+                limited("Extending", self._folders[0].path / STATE_NAME, self._capacities.make_room, wanted)
+        except BaseException:
+            self._num_held = 0
+            raise
+        self.records.hold()
+
+    def spill(self, write: Callable[[Placement, NDArray[np.intp]], object], *, deadline: float = math.inf) -> None:
+        """Write the current generation's extents to storage, unless they are there, without a commit record.
+
+        Its number may become one higher: the number's parity selects the half of commit.bin, and the other half holds
+        the generation that stays until this one is complete.
+
+        Args:
+            write: Function that writes the extents of some tasklets from memory to their places in a placement.
+            deadline: Time of ``time.monotonic`` by which the extents must be flushed.
+
+        Raises:
+            StorageError: They could not be written.
+        """
+        if self.is_spilled:
+            return
+        before = self._record
+        distance = self.generation - self._stored.generation
+        self._record = replace(before, generation=self.generation + (distance + 1) % 2)
+        try:
+            (changed,) = np.nonzero(self.tasklet_generations != self._stored.tasklet_generations)
+            changed = changed[changed < self._num_held]
+            placement = self.placement.after(self._placement(first=0), changed)
+            write(placement, changed)
+            self._flush_files(self._in_time.within(deadline - time.monotonic()))
+        except BaseException:  # an interrupt as well
+            self._record = before
+            raise
+        self._spilled = replace(self._record, placement=placement)
+        self.records.renumber(before.generation, self.generation)
+
+    @property
+    def is_spilled(self) -> bool:
+        """Whether all extents of the current generation are on storage."""
+        return self._spilled.generation == self.generation
+
+    def persist(self, write: Callable[[Placement, NDArray[np.intp]], object], *, deadline: float = math.inf) -> None:
+        """Complete the current generation on storage, so that it survives a power loss, with its training record.
+
+        Args:
+            write: As for :meth:`spill`.
+            deadline: As for :meth:`spill`.
+
+        Raises:
+            StorageError: It could not be written. The generation before stays.
+        """
+        self.spill(write, deadline=deadline)
+        # Should a record stay, it names places that are written to again, and recovery takes the generation before.
+        has_record = self.is_recorded
+        with self.records.storing(self._is_complete) if has_record else nullcontext():
+            self._complete(self._spilled)
+        if not has_record:
+            with suppress(StorageError):
+                self.records.complete_end()
+
+    def _is_complete(self) -> bool:
+        return self._stored is self._spilled
+
+    def _complete(self, record: CommitRecord) -> None:
+        try:
+            self._commit_bytes += self._write_record(record, flush=True)
+            self._record = self._stored = record
+        except BaseException:
+            if self._stored is not record:
+                inside, path = self._folders[0].inside, self._folders[0].path / COMMIT_NAME
+                with suppress(StorageError):
+                    self._in_time("Erasing the commit record", path, erase_record, inside, record, flush=False)
+            raise
 
     def pin(self) -> Pin:
         """Keep later generations from the places of this one until they are released. Between generations only.
@@ -158,7 +288,7 @@ class StateStore:
             "one generation is pinned at a time"
         )
         self.make_room_to_pin()
-        self._pins.append(Pin(self._record))
+        self._pins.append(Pin(self._spilled if self.writes_back else self._record))
         return self._pins[-1]
 
     def make_room_to_pin(self) -> None:
@@ -169,6 +299,9 @@ class StateStore:
             StorageError: A file cannot be extended.
         """
         assert self.extents.places_per_tasklet > 1 and self.generation >= 0
+        if self.writes_back:
+            assert self.is_spilled, "the generation is on storage"
+            return  # its places stay
         here = np.bincount(self.placement.devices, minlength=self.extents.num_devices)
         wanted = [both + int(pinned) for both, pinned in zip(self._places_needed(self._assigned), here, strict=True)]
         with io_limit(self._io_timeout):
@@ -179,14 +312,18 @@ class StateStore:
         return self._pins
 
     def _places_needed(self, assigned: NDArray[np.uint16]) -> list[int]:
-        return places_needed(
+        needed = places_needed(
             self.placement,
             lying=self.tasklet_generations >= 0,
             assigned=assigned,
             num_devices=self.extents.num_devices,
-            first=self.extents.num_in_memory,
+            first=self._num_held or self.extents.num_in_memory,
             in_place=self.extents.places_per_tasklet == 1,
         )
+        if not self.writes_back:
+            return needed
+        also = np.concatenate([self._stored.placement.devices, assigned[: self._num_held]])
+        return [int(both) for both in np.bincount(also, minlength=self.extents.num_devices) + needed]
 
     def restore_places(self) -> None:
         """Reserve places for the next generation, in files that may have been truncated after this one's places."""
@@ -252,22 +389,38 @@ class StateStore:
         if flush:
             self._flush_files()
         before = self._record
+        if self.writes_back:
+            self._previous, self._record = before, record
+            return
         try:
             self._commit_bytes += self._write_record(record, flush=flush)
-            self._previous, self._record = before, record
+            self._previous, self._record, self._stored = before, record, record
         except BaseException:  # an interrupt as well
             if self._record is not record:
                 self._forget(record, flush=flush)
             raise
+
+    @property
+    def can_revert(self) -> bool:
+        """Whether a commit keeps the generation before, unless it changed state that is in memory only."""
+        return self.extents.places_per_tasklet > 1
+
+    def lose(self, error: BaseException) -> None:
+        """Refuse all later generations: a change of state that is written back has failed half-way."""
+        self.lost = f"optimizer state in host memory was overwritten by a change that failed. {error}"
+        self._unusable = StorageError(self.lost, "Resume from storage; with durability='step' such a change is undone.")
 
     def revert(self) -> None:
         """Roll the last :meth:`commit` back; nothing may have been written since.
 
         If the record cannot be erased, :meth:`require_usable` raises from now on.
         """
-        assert self._previous is not None and self.manifest.extents.places_per_tasklet > 1
+        assert self._previous is not None and self.can_revert
         reverted, self._record = self._record, self._previous
         self._previous = None
+        if self.writes_back:  # nothing was written
+            return
+        self._stored = self._record
         self._forget(reverted, flush=self.manifest.durability == "power")
 
     def record_training(
@@ -358,10 +511,10 @@ class StateStore:
             folder.close(remove=remove)
         self._folders = ()
 
-    def _flush_files(self) -> None:
+    def _flush_files(self, in_time: LimitedCalls | None = None) -> None:
         for file in self.files:
             with storage_errors("Flushing", file.path):
-                self._in_time("Flushing", Path(file.path), file.sync)
+                (in_time or self._in_time)("Flushing", Path(file.path), file.sync)
 
     def _write_record(self, record: CommitRecord, *, flush: bool) -> int:
         inside, job, path = self._folders[0].inside, self.manifest.job, self._folders[0].path / COMMIT_NAME

@@ -15,6 +15,7 @@ from lightning_smartinfinity.pipeline.layout.partition_layout import PartitionLa
 from lightning_smartinfinity.pipeline.parameters.cuda import link_to
 from lightning_smartinfinity.pipeline.rules import UpdateRule
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
+from lightning_smartinfinity.zero3.optimizer.persistence import begin_write_back
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from lightning_smartinfinity.zero3.parameters.partition import Partition, describe_partition
 from lightning_smartinfinity.zero3.ranks.collectives import raising_together
@@ -89,6 +90,7 @@ def open_state(
         group=group,
     )
     rank_state.hold_handler(handler)
+    begin_write_back(handler, offload.transfer, group)
     link = link_to(torch.device(get_accelerator().current_device_name()))
     memory = None
     with raising_together(group):

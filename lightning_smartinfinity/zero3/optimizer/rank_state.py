@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,12 +17,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.activations import ActivationTraffic, OffloadedActivations
+from lightning_smartinfinity.common.interrupts import HeldSignals
 from lightning_smartinfinity.common.last_error import last_error
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.settings.user_calls import user_calls
 from lightning_smartinfinity.zero3.parameters.partition import Partition
 from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.ranks.collectives import gather
@@ -34,6 +38,7 @@ class Keeping:
 
     Args:
         setting: ``TransferConfig.keep``.
+        flush_timeout: ``TransferConfig.flush_timeout``.
         resumable: Whether a training can resume from the state: as far as this rank knows, all ranks have written a
             training record after a step. :meth:`agree` makes sure of it.
         failed: Whether this rank could not write its last record. The other ranks do not know yet.
@@ -43,10 +48,12 @@ class Keeping:
         says_end: Whether the caller sets ``completed`` at the end. If not, the training counts as completed when the
             process ends without an error or drops the training.
         saved: Whether a checkpoint or an export was made since the last step.
+        gave_up: Whether :meth:`write` has failed, after which nothing more is written.
         told: Function to call after the state was kept for another training to resume from.
     """
 
     setting: bool | str
+    flush_timeout: float = math.inf
     resumable: bool = False
     failed: bool = False
     off: str | None = None
@@ -54,6 +61,7 @@ class Keeping:
     completed: bool = False
     says_end: bool = True
     saved: bool = False
+    gave_up: bool = False
     told: Callable[[], None] | None = None
 
     @property
@@ -88,10 +96,54 @@ class Keeping:
 
     def leave(self, handler: TransferHandler) -> None:
         """Close the handler, and remove the state on storage unless it stays."""
-        self.resumable = self.resumable and handler.is_resumable
+        self.write(handler)
         handler.close(remove=not self.stays)
         if self.told is not None and self.resumable and not self.completed:
             self.told()
+
+    def write(self, handler: TransferHandler, *, lost: str | None = None) -> None:
+        """Complete the newest generation on storage if the state stays, or warn that its steps are lost.
+
+        Args:
+            handler: The handler; no step that could still be committed is in flight.
+            lost: Why the newest generation cannot be written; None if it can.
+        """
+        if self.stays and not self.gave_up and handler.writes_back and (lost is not None or not handler.is_stored):
+            reason = lost or self._obstacle_to_write(handler)
+            if reason is None:
+                reason = _flush(handler, seconds=math.inf if self.completed else self.flush_timeout)
+            if reason is not None:
+                self.gave_up = True
+                _warn_of_lost_steps(handler, reason)
+        self.resumable = self.resumable and handler.is_resumable
+
+    def _obstacle_to_write(self, handler: TransferHandler) -> str | None:
+        if handler.lost is not None:
+            return handler.lost
+        if not handler.may_persist:
+            return "a step or a save of a checkpoint was still in progress."
+        if self.off is not None and self.resumable and not self.completed:
+            return f"no more training records were made: {self.off}"
+        if handler.is_recorded or handler.training is None or self.completed:
+            return None
+        return "the training ended after a step and before the training record of that step."
+
+
+def _flush(handler: TransferHandler, *, seconds: float) -> str | None:
+    """Complete the newest generation on storage; return the error if that fails."""
+    try:
+        handler.persist(deadline=time.monotonic() + seconds)
+    except SmartInfinityError as error:
+        return str(error)
+    return None
+
+
+def _warn_of_lost_steps(handler: TransferHandler, reason: str) -> None:
+    step = handler.stored_step
+    goes_on = "cannot be resumed from storage" if step is None else f"resumes after step {step}"
+    warnings.warn(
+        f"State in host memory could not be written to storage, so the training {goes_on}: {reason}", stacklevel=4
+    )
 
 
 class RankState:
@@ -99,6 +151,7 @@ class RankState:
 
     Args:
         keep: ``TransferConfig.keep``: whether to leave the state on storage at :meth:`close`.
+        flush_timeout: ``TransferConfig.flush_timeout``.
 
     Attributes:
         partition: This rank's slices of the parameters, from the set-up on.
@@ -106,6 +159,7 @@ class RankState:
         compressed: Compressed gradients; None: gradients are not compressed.
         activations: The offloaded activations; None: they stay in memory.
         in_fit: Whether a Trainer's fit with this state is in progress.
+        held_signals: Holds Ctrl-C back from a step that changes state in memory until the record of that step.
         background: Jobs that read the state during the training; closing the state waits for them.
         keeping: Whether the state stays on storage.
     """
@@ -113,8 +167,8 @@ class RankState:
     partition: Partition
     arena: GradientArena
 
-    def __init__(self, *, keep: bool | str) -> None:
-        self.keeping = Keeping(keep)
+    def __init__(self, *, keep: bool | str, flush_timeout: float = math.inf) -> None:
+        self.keeping = Keeping(keep, flush_timeout)
         self._handler: TransferHandler | None = None
         self._unusable_reason: str | None = None
         self._closed_since = ""
@@ -122,6 +176,7 @@ class RankState:
         self.activations: OffloadedActivations | None = None
         self.in_fit = False
         self._records_ended = False
+        self.held_signals = HeldSignals()
         self.background = BackgroundJobs()
 
     def hold_handler(self, handler: TransferHandler) -> None:
@@ -135,9 +190,14 @@ class RankState:
         return self._handler is not None and not self._handler.is_closed
 
     @property
+    def writes_back(self) -> bool:
+        """Whether generations are completed on storage at an interval only."""
+        return self._handler is not None and not self._handler.is_closed and self._handler.writes_back
+
+    @property
     def is_usable(self) -> bool:
         """Whether the state is open and can be read and written; false after a step that could not be rolled back."""
-        return self.is_open and self._unusable_reason is None
+        return self.is_open and self._obstacle is None
 
     @property
     def handler(self) -> TransferHandler:
@@ -148,12 +208,20 @@ class RankState:
         """
         if self._handler is None or self._handler.is_closed:
             raise self._closed("optimizer state")
-        if self._unusable_reason is not None:
-            raise StorageError(
-                f"The optimizer state of this training is lost: {self._unusable_reason}",
-                "Resume from a checkpoint; use TransferConfig(durability='step') on a sound disk.",
-            )
+        if self._obstacle is not None:
+            raise StorageError(f"The optimizer state of this training is lost: {self._obstacle}", self._remedy())
         return self._handler
+
+    @property
+    def _obstacle(self) -> str | None:
+        """Why the state cannot be read or written; None if it can."""
+        return self._unusable_reason or (None if self._handler is None else self._handler.lost)
+
+    def _remedy(self) -> str:
+        step = self._handler.stored_step if self.writes_back and self._handler is not None else None
+        if step is None:
+            return "Resume from a checkpoint; use TransferConfig(durability='step') on a sound disk."
+        return f"Storage has the state after step {step}. To go on from there, {user_calls().resumes}."
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise StorageError for the arena of a closed training: Python calls this where an attribute is missing."""
@@ -176,6 +244,11 @@ class RankState:
         if self._handler is not None:
             self._handler.complete_record()
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a record follows each step, as far as this rank knows."""
+        return self.keeping.off is None and self._handler is not None and self._handler.training is not None
+
     def record_faults(self) -> tuple[bool, bool]:
         """Return whether this rank failed to write its last training record, and whether it has stopped writing any."""
         if self._handler is not None and self._handler.residual_failure is not None and self.keeping.off is None:
@@ -195,6 +268,8 @@ class RankState:
         record = None if self._handler is None else self._handler.training
         has_record = record is not None and record.has_steps
         self.keeping.agree(has_record=has_record, num_failed=num_failed, num_off=num_off)
+        if num_off and self.writes_back:  # the generation on storage has its record, until the next one is there
+            self.keeping.resumable = self.handler.is_resumable
         if num_off and self._handler is not None and not self._records_ended:
             self._records_ended = True
             self.keeping.off = next(filter(None, gather(self.keeping.off, group)))
@@ -213,7 +288,7 @@ class RankState:
         if handler is None or self._unusable_reason is not None or not handler.in_flight:
             return
         if not handler.can_roll_back:
-            self._unusable_reason = f"with durability='none' a failed step cannot be rolled back. {error}"
+            self._unusable_reason = f"with {handler.unsafe} a failed step cannot be rolled back. {error}"
             return
         try:
             handler.roll_back()
@@ -292,8 +367,9 @@ class RankState:
         self.background.join()
         # Close each before dropping its reference, so that this can be called again after an interrupt.
         if self._handler is not None:
-            if self._unusable_reason is None:
+            if self._obstacle is None:
                 self._commit_or_roll_back(self._handler)
+            self.write()
             self.keeping.leave(self._handler)
             self._handler = None
         if self._has_arena:
@@ -301,6 +377,11 @@ class RankState:
             del self.arena
         self.compressed = None
         self.close_activations()
+
+    def write(self) -> None:
+        """Complete the newest generation on storage if the state stays, or warn of what is lost. Not collective."""
+        if self._handler is not None and not self._handler.is_closed:
+            self.keeping.write(self._handler, lost=self._unusable_reason)
 
     def close_activations(self) -> None:
         """Remove offloaded activations from storage. Idempotent. A later backward through an existing graph raises."""
@@ -325,9 +406,12 @@ class RankState:
                 keeping.completed = error is None
             elif error is not None:
                 keeping.script_failed(error)
-            if keeping.stays and handler.in_flight and handler.step.is_complete:
+            if keeping.stays and handler.in_flight:
                 with suppress(SmartInfinityError):  # the previous generation stays current
-                    handler.commit()
+                    if handler.step.is_complete:
+                        handler.commit()
+                    elif handler.writes_back and handler.can_roll_back:
+                        handler.roll_back()
             keeping.leave(handler)
 
         def close() -> None:

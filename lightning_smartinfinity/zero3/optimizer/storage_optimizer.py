@@ -37,6 +37,7 @@ from lightning_smartinfinity.zero3.optimizer.open_state import open_state
 from lightning_smartinfinity.zero3.optimizer.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.optimizer.overlap_choice import OverlapChoice
 from lightning_smartinfinity.zero3.optimizer.parameter_groups import restore_groups
+from lightning_smartinfinity.zero3.optimizer.persistence import Persistence
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState, warn_of_rolled_back_step
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from lightning_smartinfinity.zero3.optimizer.state_by_parameter import StateByParameter
@@ -85,6 +86,7 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
         retained: Keeps parameters gathered while autograd will use a graph again.
         overlap: The overlap of every step.
         update: The update of the step in flight.
+        persistence: Writes state in host memory to storage.
         speculation: The speculative update, which begins within backward.
         outside_writes: Updates the masters after parameters are written outside of steps.
         storage_step: The parts of a step.
@@ -114,7 +116,7 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.saves_weights_only = False
         self.idle: object = None
         self.step_follows = self.may_bind = self.is_clipped = False
-        self.rank_state = RankState(keep=offload.transfer.keep)
+        self.rank_state = RankState(keep=offload.transfer.keep, flush_timeout=offload.transfer.flush_timeout)
         self.gradients = GradientPath(self, self.rank_state)
         try:
             super().__init__(*args, **kwargs)
@@ -127,12 +129,17 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
         unmeasured = FIRST_SETTLED_FORWARD if is_chosen else 0
         self.overlap = OverlapChoice(offload.overlap, obstacle=self._obstacle_to_speculation(), unmeasured=unmeasured)
         overlaps = self.overlap.mode != "none"
+        self.persistence = Persistence(
+            self.rank_state,
+            interval=offload.transfer.interval if offload.transfer.is_resumable else None,
+        )
         self.speculation = Speculation(self.rank_state)
         self.update = UpdateInFlight(
             self.rank_state,
             self.speculation,
             release_gathered=self._partition_all_parameters,
             overlaps=overlaps,
+            persistence=self.persistence,
         )
         self.gradients.open(self.update, self.speculation)
         self.outside_writes = OutsideWrites(self.rank_state, self.update)
@@ -312,6 +319,7 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def backward_begins(self, *, retain_graph: bool) -> None:
         """Prepare for the engine's backward: begin a speculative update if a step is announced to follow it."""
+        self.rank_state.held_signals.release()
         self.retained.backward_begins(retain_graph=retain_graph)
         self.update.drain_for_residual()
         follows, self.step_follows = self.step_follows, False

@@ -144,19 +144,24 @@ class StorageStep:
             clip_factor: What to divide the gradients by, besides the scale.
             drains: Whether to wait for the update and commit it.
         """
-        arena = self._rank_state.arena
+        arena, held = self._rank_state.arena, self._rank_state.held_signals
         plan = self.plan(active=arena.active.copy(), loss_scale=loss_scale, clip_factor=clip_factor)
         self._rank_state.keeping.saved = False
+        if self._rank_state.handler.writes_back:
+            held.hold()
         try:
             self._update.begin(plan)
             if drains:
                 self._update.drain()
         except BaseException as error:  # interrupts, too
+            held.drop()
             self._update.roll_back(error)
             raise
         self._update.step_returns()
         self._used_gradients.use(arena)
         arena.reset()
+        if not self._rank_state.is_recorded:
+            held.release()
 
 
 def clip_factor(norm: float, limit: float) -> float:

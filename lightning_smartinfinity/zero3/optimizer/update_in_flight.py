@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.pipeline.handler import TransferHandler
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
-from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
+from lightning_smartinfinity.zero3.optimizer.persistence import Persistence
+from lightning_smartinfinity.zero3.optimizer.rank_state import RankState, warn_of_rolled_back_step
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation
 from lightning_smartinfinity.zero3.parameters.deepspeed_patches import skip_in_prefetch
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
@@ -44,6 +45,7 @@ class UpdateInFlight:
         speculation: The update that backward may begin before the step does.
         release_gathered: Function that partitions every gathered parameter.
         overlaps: Whether an update may still run after its step has returned, or before the step.
+        persistence: Writes committed generations to storage.
 
     Attributes:
         is_idle: Whether neither a step is in flight nor requests are recorded: no parameter has to be waited for.
@@ -58,12 +60,14 @@ class UpdateInFlight:
         *,
         release_gathered: Callable[[], None],
         overlaps: bool,
+        persistence: Persistence,
     ) -> None:
         self._rank_state = rank_state
         self._partition = rank_state.partition
         self._speculation = speculation
         self._release_gathered = release_gathered
         self._overlaps = overlaps
+        self._persistence = persistence
         self.is_idle = not overlaps
         self._lock = threading.RLock()  # autograd's threads gather, too
         self.lost: str | None = None
@@ -154,6 +158,14 @@ class UpdateInFlight:
         """Record that the step returns: the loop then counts it, though its update may still be in flight."""
         self._step_returned = self._begun
 
+    def end_alone(self) -> None:
+        """Commit the step in flight, if that is possible, and write state in memory. It is for one process only."""
+        try:
+            self._drain()
+        except SmartInfinityError as error:
+            warn_of_rolled_back_step(error)
+        self._rank_state.write()
+
     def is_untouched(self, param: ZeroParameter) -> bool:
         """Return whether the parameter is in the step in flight and was not requested since; the same on all ranks."""
         if self._speculation.holds(param):
@@ -210,15 +222,22 @@ class UpdateInFlight:
                 was rolled back on all.
         """
         with self._lock:
+            if self._drain():
+                self._persistence.write()
+
+    def _drain(self) -> bool:
+        """Act as :meth:`drain`, but write no state in memory; return whether a step was committed."""
+        with self._lock:
             self.wait()
             if not self._begun or not self._rank_state.is_open:
-                return
+                return False
             try:
                 self._commit()
             except SmartInfinityError as error:
                 self.roll_back(error)
                 raise
             self._end()
+            return True
 
     def drain_for_residual(self) -> None:
         """Drain if compression keeps a residual, computed from gradients that the next ones are about to replace."""

@@ -85,6 +85,8 @@ struct Batch {
     std::vector<std::shared_ptr<const ReadyPoint>> ready;
     // Parameter bytes of the largest tasklet that extend() may add to the batch, if it has a stream.
     std::uint64_t slot_bytes = 0;
+    // Whether resident tasklets are changed in memory only, although they have places on storage.
+    bool writes_back = false;
 };
 
 constexpr bool reads(Operation operation) { return operation != Operation::kWrite; }

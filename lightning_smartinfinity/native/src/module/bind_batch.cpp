@@ -197,20 +197,22 @@ void bind_whole_batch(nb::module_& m) {
                       "gradient, which has that scale. The batch does not change residuals; feed_back() does.\n\n"
                       "io_class is the priority of tasklets that were not preferred; preferred ones are GATHER.\n\n"
                       "No tasklet is computed before the points in `ready` are reached. slot_bytes are the\n"
-                      "parameter bytes of the largest tasklet that may be added to a batch with a stream.")
+                      "parameter bytes of the largest tasklet that may be added to a batch with a stream.\n\n"
+                      "With writes_back, resident tasklets are changed in memory only. A MODIFY without segments and\n"
+                      "without writes_back writes them to storage as they are.")
         .def(
             "__init__",
             [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<UpdateStep> steps,
                std::shared_ptr<const CudaStream> stream, std::shared_ptr<const GradientCodec> codec,
                float residual_scale, IoClass io_class, std::vector<std::shared_ptr<const ReadyPoint>> ready,
-               std::uint64_t slot_bytes) {
-                new (self) Batch{operation,         std::move(tasklets), std::move(steps),
-                                 std::move(stream), std::move(codec),    residual_scale,
-                                 io_class,          std::move(ready),    slot_bytes};
+               std::uint64_t slot_bytes, bool writes_back) {
+                new (self) Batch{operation,        std::move(tasklets), std::move(steps), std::move(stream),
+                                 std::move(codec), residual_scale,      io_class,         std::move(ready),
+                                 slot_bytes,       writes_back};
             },
             "operation"_a, "tasklets"_a, "steps"_a = std::vector<UpdateStep>(), "stream"_a = nb::none(),
             "codec"_a = nb::none(), "residual_scale"_a = 1.0f, "io_class"_a = IoClass::kState,
-            "ready"_a = std::vector<std::shared_ptr<const ReadyPoint>>(), "slot_bytes"_a = 0)
+            "ready"_a = std::vector<std::shared_ptr<const ReadyPoint>>(), "slot_bytes"_a = 0, "writes_back"_a = false)
         .def_ro("operation", &Batch::operation)
         .def_ro("tasklets", &Batch::tasklets)
         .def_ro("steps", &Batch::steps)
@@ -223,7 +225,8 @@ void bind_whole_batch(nb::module_& m) {
         .def_ro("residual_scale", &Batch::residual_scale)
         .def_ro("io_class", &Batch::io_class)
         .def_prop_ro("ready", &ready_of, nb::sig("def ready(self) -> tuple[ReadyPoint, ...]"))
-        .def_ro("slot_bytes", &Batch::slot_bytes);
+        .def_ro("slot_bytes", &Batch::slot_bytes)
+        .def_ro("writes_back", &Batch::writes_back);
 }
 
 }  // namespace

@@ -118,8 +118,9 @@ void bind_pipeline(nb::module_& m) {
              "Return the positions, in the active or else the last batch, of complete tasklets: their outputs are in\n"
              "memory and their extents written.")
         .def_prop_ro("busy", method(&Pipeline::busy), WithoutGil(),
-                     "Whether a call or transfer that timed out is unfinished; no batch may be submitted until "
-                     "it returns.")
+                     "Whether a call or transfer that timed out is unfinished.")
+        .def("accepts", method(&Pipeline::accepts), WithoutGil(), "batch"_a,
+             "Return whether a batch may be submitted: while busy, only updates of state in memory, without writes.")
         .def("writes_out", &writes_out, WithoutGil(),
              "Return (offset, nbytes) in its file of each write that timed out and may still change the file.")
         .def("counters",

@@ -26,7 +26,7 @@ TransferItem item_of(const Batch& batch, const Tasklet& tasklet, const ResidentT
 
 TransferSchedule::Way way_of(const TransferItem& item, const ResidentTasklets& residents) {
     return {.reads = item.reads_state || item.reads_gradient,
-            .writes = writes(item.batch->operation) && is_on_storage(item.residence, residents),
+            .writes = writes(item.batch->operation) && is_written(*item.batch, item.residence, residents),
             .resident = item.residence != Residence::kNone};
 }
 
@@ -44,6 +44,10 @@ std::vector<bool> listed(std::vector<bool> resident, const Batch& batch, const R
 }
 
 }  // namespace
+
+bool is_written(const Batch& batch, Residence residence, const ResidentTasklets& residents) {
+    return is_on_storage(residence, residents) && (residence == Residence::kNone || !batch.writes_back);
+}
 
 ActiveBatch::ActiveBatch(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents)
     : operation(batch.operation),

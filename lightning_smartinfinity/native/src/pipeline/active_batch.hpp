@@ -22,6 +22,9 @@ struct TransferItem {
     bool reads_gradient = false;  // from storage
 };
 
+// Returns whether a tasklet of the batch that is processed there is written to storage, if the operation writes.
+bool is_written(const Batch& batch, Residence residence, const ResidentTasklets& residents);
+
 // The active batch with all added tasklets. This struct takes no lock.
 struct ActiveBatch {
     // Throws std::invalid_argument if a resident tasklet is listed twice.

@@ -131,9 +131,11 @@ class TaskletWork {
         return decoded;
     }
 
-    // WRITE and MODIFY assemble arrays in fp32, because segments may end inside blocks.
+    // WRITE and MODIFY assemble arrays in fp32, because segments may end inside blocks. A MODIFY without segments
+    // changes nothing: encoding decoded values again might.
     bool takes_arrays() const {
-        return batch_.operation == Operation::kWrite || batch_.operation == Operation::kModify;
+        return batch_.operation == Operation::kWrite ||
+               (batch_.operation == Operation::kModify && !tasklet_.segments.empty());
     }
 
     void open_chunk(std::size_t begin, std::size_t end) {

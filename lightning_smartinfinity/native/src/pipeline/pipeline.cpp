@@ -1,5 +1,6 @@
 #include "pipeline/pipeline.hpp"
 
+#include <algorithm>
 #include <exception>
 #include <stdexcept>
 #include <utility>
@@ -74,7 +75,7 @@ Pipeline::~Pipeline() {
 
 void Pipeline::submit(Batch batch) {
     validate(batch);
-    require(!busy(), "what was abandoned, as it did not return in time, has not returned");
+    require(accepts(batch), "what was abandoned, as it did not return in time, has not returned");
     if (slot_bytes(batch) == 0) batch.stream.reset();  // no parameters are copied
     const std::lock_guard lock(mutex_);
     require_open();
@@ -83,6 +84,18 @@ void Pipeline::submit(Batch batch) {
     prepare_slots(*active->parts.front());
     batch_ = std::move(active);
     start_ready();
+}
+
+// What an abandoned write still writes of a changed extent belongs to no generation. No later batch writes to its place
+// before it has returned, and none reads or writes a buffer that it uses.
+bool Pipeline::accepts(const Batch& batch) const {
+    const std::lock_guard lock(mutex_);
+    const bool has_failed = batch_ != nullptr && batch_->failure;  // and reports that
+    const bool in_memory = batch.operation == Operation::kUpdate && batch.writes_back &&
+                           std::ranges::all_of(batch.tasklets, [this](const Tasklet& tasklet) {
+                               return resident_.find(tasklet, Operation::kUpdate) == Residence::kHeld;
+                           });
+    return !busy() || has_failed || in_memory;
 }
 
 void Pipeline::validate(const Batch& batch) const {
@@ -96,6 +109,7 @@ void Pipeline::validate(const Batch& batch) const {
 
 void Pipeline::extend(Batch more) {
     validate(more);
+    require(accepts(more), "what was abandoned, as it did not return in time, has not returned");
     const std::lock_guard lock(mutex_);
     require_open();
     require(batch_ != nullptr, "no batch is active that could be extended");
@@ -367,7 +381,7 @@ std::optional<Failure> Pipeline::compute(const TransferItem& item, std::size_t b
                        transfers_.path_of(tasklet, Direction::kRead));
     }
     const Guards guards{.verifies = item.residence != Residence::kHeld,
-                        .seals = item.residence == Residence::kNone || resident_.writes_through()};
+                        .seals = is_written(*item.batch, item.residence, resident_)};
     // Compressing here uses all compute threads, in parallel with reads and writes.
     std::optional<Tasklet> changed;
     if (item.reads_gradient) changed = tasklet.gradient->moved(tasklet, reads_[buffer].gradient.get());
@@ -386,7 +400,9 @@ void Pipeline::leave(const TransferItem& item) {
     if (item.residence == Residence::kHeld) {
         counters_.cached_read_bytes += tasklet.extent_bytes - skipped_bytes(options_.identity.format(), tasklet);
     }
-    if (writes(batch_->operation) && !resident_.writes_through()) counters_.cached_write_bytes += tasklet.extent_bytes;
+    if (writes(batch_->operation) && !is_written(*item.batch, item.residence, resident_)) {
+        counters_.cached_write_bytes += tasklet.extent_bytes;
+    }
 }
 
 // Runs on the thread that waits for copies. As in compute_item(), batch_ cannot change.

@@ -48,6 +48,8 @@ class Pipeline final {
     };
 
     Report report() const;
+    // Returns whether a batch may be submitted: while busy(), only updates of state in memory that are not written.
+    bool accepts(const Batch& batch) const;
     // Starts a batch and returns at once. Throws std::invalid_argument for a batch that cannot be processed, or while
     // another is active.
     void submit(Batch batch);
@@ -66,8 +68,7 @@ class Pipeline final {
     // Returns the positions, in the active or otherwise the last batch, of tasklets that are complete, including
     // writes.
     std::vector<std::size_t> complete() const;
-    // Returns whether an abandoned call of the updater, or an abandoned transfer, is unfinished; no batch may be
-    // submitted then.
+    // Returns whether an abandoned call of the updater, or an abandoned transfer, is unfinished.
     bool busy() const { return updater_->busy() || transfers_.any_abandoned(); }
     // Returns the unfinished abandoned writes: they may still change the bytes in their ranges.
     std::vector<IoRequest> abandoned_writes() const { return transfers_.abandoned_writes(); }

@@ -91,8 +91,9 @@ class BackgroundSaves:
         Raises:
             StorageError: A state file cannot be extended, for a reason other than a full disk.
         """
-        if self._may_go_on():
-            self._has_room_for(self._optimizer.update.drained_handler().make_room_to_pin)
+        handler = self._optimizer.update.drained_handler() if self._may_go_on() else None
+        if handler is not None and not handler.writes_back:  # which has places for that
+            self._has_room_for(handler.make_room_to_pin)
 
     def begin(self, path: str | Path, save: ExitStack) -> PinnedState | None:
         """Pin the state to save to a path; return None if the save cannot run in the background.
@@ -109,10 +110,16 @@ class BackgroundSaves:
         """
         if not (self.wanted and self._may_go_on()):
             self.finish()
+            if self._optimizer.rank_state.in_fit and self._optimizer.rank_state.writes_back:
+                self._optimizer.update.drained_handler()
+                self._optimizer.persistence.begin_save(pins=False)
             return None
         handler = self._optimizer.update.drained_handler()
         if handler.generation != self._generation or self.will_exist(path) is not None:
             self.finish()
+        if not self._optimizer.persistence.begin_save(pins=True):  # state in memory, which a save cannot read later
+            self.finish()
+            return None
         pins: list[PinnedState] = []
 
         def pin() -> None:

@@ -62,11 +62,14 @@ class LiveWeights(WeightSource):
 
         A step in flight is completed first. Parameters without a training have no masters: their own values are passed
         on.
+
+        Raises:
+            StorageError: A step or another change of the state has failed, and could not be rolled back.
         """
         unread = set(names)
         for training in trainings_of(self._module):
             if training.rank_state.is_open:
-                training.update.drain()
+                training.update.drained_handler()
             if masters:
                 unread -= self._read_masters(training, unread, put)
         with _in_step() as collect:

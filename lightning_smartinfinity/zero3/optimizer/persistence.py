@@ -1,0 +1,159 @@
+"""Writes state in host memory to storage at an interval (``TransferConfig(durability="interval")``).
+
+Between two writes, generations exist in memory only, except for the one written last: it stays whole on storage, with
+its training record, and an interrupted training resumes from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lightning_smartinfinity.errors import SmartInfinityError, StorageFullError
+from lightning_smartinfinity.pipeline.handler import TransferHandler
+from lightning_smartinfinity.settings import TransferConfig, transfer as transfer_settings
+from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
+
+__all__ = ["Persistence", "begin_write_back"]
+
+_log = logging.getLogger(__name__)
+
+
+def begin_write_back(handler: TransferHandler, transfer: TransferConfig, group: ProcessGroup | None) -> None:
+    """Write resident state back from now on, if the settings ask for it and it is possible; warn if it is not.
+
+    Args:
+        handler: The open handler, whose state is complete on storage.
+        transfer: The transfer settings.
+        group: Process group of all ranks.
+
+    Raises:
+        StorageError: A state file cannot be extended, for a reason other than a full disk.
+    """
+    obstacle = None if transfer.interval is None else _begin(handler, num_ranks=dist.get_world_size(group))
+    if obstacle and dist.get_rank(group) == 0:
+        warnings.warn(
+            f"durability='interval' works as 'step', which writes all optimizer state in every step: {obstacle}.",
+            stacklevel=2,
+        )
+
+
+def _begin(handler: TransferHandler, *, num_ranks: int) -> str | None:
+    """Begin to write back, or return why that is not possible."""
+    if num_ranks > 1:
+        return f"it is for one process, and {num_ranks} are training"
+    if not handler.num_resident:
+        return "no state is in host memory (dram_cache_bytes)"
+    try:
+        handler.write_back()
+    except StorageFullError as error:
+        return f"storage has no room for a third place of state. {error.problem} Free space there"
+    return None
+
+
+class Persistence:
+    """Decides when state in memory is written to storage, and writes it.
+
+    Args:
+        rank_state: The process's open state.
+        interval: Optimizer steps (int) or seconds (float) between two writes; None: never.
+        clock: Function that returns the time in seconds.
+    """
+
+    def __init__(
+        self, rank_state: RankState, *, interval: int | float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._rank_state, self._interval, self._clock = rank_state, interval, clock
+        self._since, self._step = clock(), 0  # of the last write, in the handler's steps
+        self._pause = 0.0  # seconds between two writes, so that writing takes its share of the time at most
+        self._follows_save = self._has_warned = self._has_stretched = False
+
+    def write(self, *, now: bool = False) -> bool:
+        """Write the current generation, if it is due and its training record was made.
+
+        A failure is a warning: the training goes on, and the generation written before stays on storage.
+
+        Args:
+            now: Whether it is due in any case.
+
+        Returns:
+            Whether the current generation is complete on storage.
+        """
+        if not self._rank_state.is_usable:
+            return False
+        handler = self._rank_state.handler
+        if handler.is_stored:
+            return True
+        is_ready = handler.is_recorded or (handler.training is None and self._rank_state.keeping.off is None)
+        if not is_ready or not handler.may_persist or not (now or self._follows_save or self._is_due(handler)):
+            return False
+        begun = self._clock()
+        if self._succeeds(handler.persist):
+            self._follows_save = self._has_warned = False
+        self._since, self._step = self._clock(), handler.num_steps
+        self._pause = (transfer_settings.INTERVAL_SHARE - 1) * (self._since - begun)
+        return handler.is_stored
+
+    def begin_save(self, *, pins: bool) -> bool:
+        """Write the current generation before a checkpoint of it, or with its training record if that is to follow.
+
+        So an interrupted training resumes at the checkpoint, or later.
+
+        Args:
+            pins: Whether the state that is to be saved must be on storage.
+
+        Returns:
+            Whether it is.
+        """
+        handler = self._rank_state.handler
+        if not handler.writes_back or self.write(now=True):
+            return True
+        self._follows_save = handler.training is not None
+        return pins and handler.may_spill and self._succeeds(handler.spill)
+
+    def _succeeds(self, write: Callable[[], None]) -> bool:
+        try:
+            write()
+        except SmartInfinityError as error:
+            self._warn(error)
+            return False
+        return True
+
+    def _is_due(self, handler: TransferHandler) -> bool:
+        passed = self._clock() - self._since
+        in_steps = isinstance(self._interval, int)
+        if self._interval is None or (handler.num_steps - self._step if in_steps else passed) < self._interval:
+            return False
+        if passed < self._pause:
+            self._warn_of_pause()
+        return passed >= self._pause
+
+    def _warn_of_pause(self) -> None:
+        if self._has_stretched:
+            return
+        self._has_stretched = True
+        asked = f"{self._interval} steps" if isinstance(self._interval, int) else f"{self._interval:.0f} s"
+        _log.warning(
+            "State in host memory took %.1f s to be written to storage, so this is done every %.0f s instead of every "
+            "%s: an interrupted training may lose that much.",
+            self._pause / (transfer_settings.INTERVAL_SHARE - 1),
+            self._pause,
+            asked,
+        )
+
+    def _warn(self, error: SmartInfinityError) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        step = self._rank_state.handler.stored_step
+        lost = "all of the training" if step is None else f"all steps after step {step}"
+        warnings.warn(
+            f"State in host memory could not be written to storage: {error} The training goes on. A kill would lose "
+            f"{lost}.",
+            stacklevel=2,
+        )
