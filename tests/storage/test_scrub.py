@@ -302,7 +302,7 @@ def test_a_record_that_is_written_again_keeps_it(tmp_path: Path) -> None:
     unfinished.chmod(0o600)
     assert resumed(tmp_path) == (1, residuals[1].tobytes())
     store, (newest, before) = recovered(tmp_path)
-    store.records.rewrite(b"another content")
+    store.records.rewrite(lambda record: b"another content")
     store.close(remove=False)
     assert not unfinished.exists() and resumed(tmp_path)[1] == residuals[1].tobytes()
     store, records = recovered(tmp_path)
@@ -429,7 +429,7 @@ def test_the_next_record_leaves_the_last_good_one(tmp_path: Path) -> None:
 def test_a_record_that_is_written_again_is_the_last_good_one(tmp_path: Path) -> None:
     """What was recorded for the step that was rolled back does not come back beside another step's state."""
     store = rolled_back(tmp_path)
-    store.records.rewrite(b"good, again")
+    store.records.rewrite(lambda record: b"good, again")
     commit_generation(store, 2)
     store.records.write_residual(store.generation)
     newest = found(store)[0]
