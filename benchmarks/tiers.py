@@ -3,11 +3,11 @@
     python benchmarks/tiers.py --size 124m 355m --tokens 32 512 --storage /mnt/nvme0 --json tiers.json
 
 The systems: torch's fused AdamW in memory (adamw), stock ZeRO-Offload with DeepSpeedCPUAdam, built when it first runs
-(zero_offload), and this package: at its defaults, with a part of the state in memory, and with durability="interval".
-The systems take turns, each in a process of its own. A step lasts from the end of the previous step to its own end;
-figures are medians over the steps of all rounds. "interval" writes its state every --persist-every steps; measure a
-multiple of as many, so that each write counts. "of the line" divides a step by that on the straight line between all
-and none of the state in memory. overlap="auto" tries both overlaps in the first eight steps.
+(zero_offload), and this package: at its defaults, with a part of the state in memory, and with durability="step". The
+systems take turns, each in a process of its own. A step lasts from the end of the previous step to its own end; figures
+are medians over the steps of all rounds. State in memory is written every --persist-every steps; measure a multiple of
+as many, so that each interval's write counts. "of the line" divides a step by that on the straight line between all and
+none of the state in memory. overlap="auto" tries both overlaps in the first eight steps.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def run_child(options: argparse.Namespace) -> Figures:
         return run(options)
     with torch.device("meta"):
         numel = sum(param.numel() for param in GPT2(options.size).parameters())
-    transfer: dict[str, int | str] = {}
-    if system == "interval":
-        transfer |= {"durability": "interval", "persist_every": options.persist_every}
+    transfer: dict[str, int | str] = {"persist_every": options.persist_every}
+    if system == "step":
+        transfer["durability"] = "step"
     elif system != "default":
         transfer["dram_cache_bytes"] = int(SHARES[system] * STATE_BYTES * numel)
     probe = StepProbe(options.steps)
@@ -99,7 +99,7 @@ def main() -> int:
     options = parse_options(
         __doc__,
         size=several(tuple(SIZES), ["124m", "355m"]),
-        systems=several((*OTHERS, *SHARES, "interval"), metavar="SYSTEM"),
+        systems=several((*OTHERS, *SHARES, "step"), metavar="SYSTEM"),
         clip={"nargs": "+", "choices": ("off", "on"), "default": ["off", "on"], "help": f"gradients, to {CLIP}"},
         tokens={"nargs": "+", "type": int, "default": [32, 512]},
         steps={"default": WARMUP + PERSIST_EVERY},

@@ -77,6 +77,8 @@ def _strategy_settings(training: Training, storage: Path, *, sets_cache: bool) -
         transfer["parameter_bytes"] = training.parameter_budget
     if sets_cache:
         transfer["dram_cache_bytes"] = training.cache_bytes
+    if training.cache_bytes and training.interval is None:
+        transfer["durability"] = "step"
     if transfer:
         settings["transfer"] = transfer
     if training.offload_param != "none":

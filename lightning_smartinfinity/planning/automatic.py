@@ -116,8 +116,7 @@ def _settings(model: ModelFigures, training: Training, open_: Open, *, on_gpu: b
 def with_cache(model: ModelFigures, training: Training, resources: Resources) -> Training:
     """Return the training with the state in memory that it keeps by default, or less if not so much fits.
 
-    Without room on the disk for third places of the other state, an interval is left out: all state is written in every
-    step.
+    Without room on the disk for third places of the other state, all state is written in every step.
 
     Args:
         model: The model.

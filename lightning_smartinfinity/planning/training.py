@@ -9,10 +9,11 @@ from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, serves
 from lightning_smartinfinity.planning.simulator.gradients import BlockScaledPayload, GradientForm, TopKPayload
 from lightning_smartinfinity.planning.simulator.workload import NUM_ARRAYS
-from lightning_smartinfinity.settings import HOST_TASKLET_BYTES
+from lightning_smartinfinity.settings import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.settings.rules import (
     FLAG,
     between,
+    in_seconds,
     number,
     one_of,
     optional,
@@ -102,7 +103,7 @@ class Training:
     gradient_budget: int | None = None
     parameter_budget: int | None = None
     cache_bytes: int = 0
-    interval: int | float | None = None
+    interval: int | float | None = in_seconds(TransferConfig.persist_every)
     bucket_numel: int = 16 * 1024 * 1024
     accumulate_in: str = "fp32"
     num_buffers: int = 16

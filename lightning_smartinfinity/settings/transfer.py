@@ -111,14 +111,13 @@ class TransferConfig:
             ``zero`` sets their place. ``"auto"``: DeepSpeed's limits, as set in ``zero``. Results do not depend on it.
         accumulate_in: Dtype in which gradients of several micro-batches are added: ``"fp32"``, or ``"parameters"`` for
             the parameters' dtype. In 16 bit, gradients use half of the memory and are rounded after each addition.
-        durability: How much of a training a kill may lose. ``"step"`` (all state is written in every step: a kill loses
-            at most one step, and a failed step is rolled back), ``"power"`` (also after a power loss: every step
-            flushes the device), ``"interval"`` or ``"none"`` (one place for each tasklet, and state in host memory is
-            never written: training resumes from checkpoints only). With ``"interval"``, state in host memory is written
-            to storage only every ``persist_every``; the generation written then stays whole on storage until the next
-            one is, and an interrupted training resumes from it. State on storage has a third place for that. With
-            several processes, without state in host memory or room for third places, and if SmartSSDs update, it acts
-            as ``"step"``, with a warning.
+        durability: How much of a training a kill may lose. ``"interval"``: state in host memory is written to storage
+            only every ``persist_every``; the generation written then stays whole on storage until the next one is, and
+            an interrupted training resumes from it. State on storage has a third place for that. With several
+            processes, without state in host memory or room for third places, and if SmartSSDs update, it acts as
+            ``"step"``. ``"step"`` (all state is written in every step: a kill loses at most one step, and a failed step
+            is rolled back), ``"power"`` (also after a power loss: every step flushes the device) or ``"none"`` (one
+            place for each tasklet, and state in host memory is never written: training resumes from checkpoints only).
         persist_every: With ``durability="interval"``, how often state in host memory is written to storage: a number of
             optimizer steps, or a time such as ``"10min"`` or ``"90s"``. Either is extended so that writing takes at
             most a twentieth of the training's time.
@@ -154,7 +153,7 @@ class TransferConfig:
     gradient_bytes: int | str = "auto"
     parameter_bytes: int | str = "auto"
     accumulate_in: str = "fp32"
-    durability: str = "step"
+    durability: str = "interval"
     persist_every: int | str = "10min"
     flush_timeout: float = 20.0
     direct_io: str = "auto"

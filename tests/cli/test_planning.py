@@ -493,6 +493,9 @@ def test_budgets(planned: Any) -> None:
     expected = {"gradient_arena": 1e9, "parameter buffers": 2e9, "state in memory": 3e9}
     assert {name: held[name] for name in expected} == pytest.approx(expected, rel=0.05)
     assert owners["disk", "in all"]["gradients"] == pytest.approx(2 * 1e9, rel=0.1)
+    # The state of 12 GB: 9 of them in three places, and 3 in two.
+    assert owners["disk", "in all"]["optimizer state"] == pytest.approx(3 * 9e9 + 2 * 3e9, rel=0.1)
+    assert "state being saved" not in owners["disk", "in all"]
 
 
 @pytest.mark.parametrize(

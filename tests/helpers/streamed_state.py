@@ -1,6 +1,6 @@
-"""Makes trainings of the tests keep no state in memory, unless they ask for it.
+"""Makes trainings of the tests stream all state and write it in every step, unless they ask for something else.
 
-By default, the state of small models is in memory as a whole, and never read. Most tests are about reads, too.
+By default, the state of small models is in memory, and seldom written. Most tests are about what happens on storage.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 from lightning_smartinfinity import TransferConfig
 from lightning_smartinfinity.settings import transfer
 
-_STREAMED: dict[str, Any] = {"dram_cache_bytes": 0}
-DEFAULTS: dict[str, Any] = {"dram_cache_bytes": None}
+_STREAMED: dict[str, Any] = {"durability": "step", "dram_cache_bytes": 0}
+DEFAULTS: dict[str, Any] = {"durability": "interval", "dram_cache_bytes": None}
 """The defaults of users, for ``TransferConfig(**DEFAULTS)``."""
 
-WRITTEN_BACK: dict[str, Any] = {**DEFAULTS, "durability": "interval"}
+WRITTEN_BACK = DEFAULTS
 """State in memory that is written to storage at an interval."""
 
 

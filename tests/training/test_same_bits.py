@@ -140,7 +140,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("nvme", {"overlap": "backward", "zero": nvme(), "transfer": {"durability": "none", "direct_io": "off"}}),
     ("16-mixed", {"overlap": "forward", "zero": nvme()}),
     ("16-mixed", {"overlap": "backward"}),
-    ("bf16-mixed", {"overlap": "forward", "transfer": DEFAULTS}),
+    ("bf16-mixed", {"overlap": "forward", "transfer": {**DEFAULTS, "durability": "step"}}),
     ("bf16-mixed", {"overlap": "forward", "transfer": {**WRITTEN_BACK, "persist_every": 1}}),
     (
         "32-true",

@@ -23,9 +23,11 @@ __all__ = ["Persistence", "begin_write_back"]
 
 _log = logging.getLogger(__name__)
 
+_AS_STEP = "durability='interval' works as 'step', which writes all optimizer state in every step"
+
 
 def begin_write_back(handler: TransferHandler, transfer: TransferConfig, group: ProcessGroup | None) -> None:
-    """Write resident state back from now on, if the settings ask for it and it is possible; warn if it is not.
+    """Write resident state back from now on, if the settings ask for it and it is possible; report if it is not.
 
     Args:
         handler: The open handler, whose state is complete on storage.
@@ -35,25 +37,17 @@ def begin_write_back(handler: TransferHandler, transfer: TransferConfig, group: 
     Raises:
         StorageError: A state file cannot be extended, for a reason other than a full disk.
     """
-    obstacle = None if transfer.interval is None else _begin(handler, num_ranks=dist.get_world_size(group))
-    if obstacle and dist.get_rank(group) == 0:
-        warnings.warn(
-            f"durability='interval' works as 'step', which writes all optimizer state in every step: {obstacle}.",
-            stacklevel=2,
-        )
-
-
-def _begin(handler: TransferHandler, *, num_ranks: int) -> str | None:
-    """Begin to write back, or return why that is not possible."""
-    if num_ranks > 1:
-        return f"it is for one process, and {num_ranks} are training"
-    if not handler.num_resident:
-        return "no state is in host memory (dram_cache_bytes)"
-    try:
-        handler.write_back()
-    except StorageFullError as error:
-        return f"storage has no room for a third place of state. {error.problem} Free space there"
-    return None
+    num_ranks = dist.get_world_size(group)
+    if transfer.interval is None:
+        return
+    if num_ranks == 1 and handler.num_resident:
+        try:
+            handler.write_back()
+        except StorageFullError as error:
+            warnings.warn(f"{_AS_STEP}: no room for a third place of state. {error.problem} Free space.", stacklevel=2)
+    elif dist.get_rank(group) == 0:
+        obstacle = "no state is in host memory" if num_ranks == 1 else f"{num_ranks} processes are training"
+        _log.info("%s: %s.", _AS_STEP, obstacle)
 
 
 class Persistence:
