@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
 import threading
 import time
 import warnings
@@ -20,6 +21,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from lightning_smartinfinity import TransferConfig
 from lightning_smartinfinity.cli.main import main
+from lightning_smartinfinity.common import interrupts
 from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageTimeoutError
 from lightning_smartinfinity.settings import transfer
 from lightning_smartinfinity.storage import find_resumable
@@ -241,6 +243,26 @@ def test_a_slow_disk_makes_the_interval_longer(
     assert (
         caplog.text.count("State in host memory took 10.0 s to be written to storage, so this is done every 190") == 1
     )
+
+
+@pytest.mark.parametrize("ends", ["by its release", "by itself"])
+def test_ctrl_c_is_held_back_for_a_moment(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nothing follows the step that held it; a signal that was dropped does not come later."""
+    monkeypatch.setattr(interrupts, "_LONGEST", 0.05)
+    before, held = signal.signal(signal.SIGINT, signal.default_int_handler), interrupts.HeldSignals()
+    try:
+        for _ in range(2):
+            held.hold()
+            signal.raise_signal(signal.SIGINT)
+            held.drop()
+        held.hold()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            held.release() if ends == "by its release" else time.sleep(60)
+        time.sleep(0.1)
+    finally:
+        held.drop()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_flush_has_a_limit(tmp_path: Path) -> None:
