@@ -192,6 +192,7 @@ def test_a_folder_that_cannot_be_reached(lost: int, other: str | None, folders: 
     leave(now, step=6)
     remedy = refusal(now, rf"after (step 7|an unknown step), which lacks its part in '{place}'\. It is not deleted")
     assert f"mount '{place}', and resume it with" in remedy and "--remove default or smart-infinity jobs" in remedy
+    assert "Or resume the one in the job 'default', with ckpt_path='storage'. Or remove" in remedy
     if other is not None:
         place.rename(place.with_name("other"))
     away.rename(place)
