@@ -131,13 +131,13 @@ def test_the_newest_is_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 10))
         assert script.fit(fails=5) == "storage"
-    assert "removes that of an earlier interrupted training" not in caplog.text
+    assert "An earlier interrupted training takes" not in caplog.text
     left(script.root / "storage", generations=1, steps=[1], world_size=1, job="default.aside")  # must not be replaced
     assert script.fit(fails=5) == "storage"
     shutil.rmtree(script.root / "storage/default.aside")
     caplog.clear()
     assert script.fit(fails=6) == "step=4.ckpt"  # as many steps as the record
-    assert "--remove default.aside` removes that of an earlier interrupted training (" in caplog.text
+    assert re.search("interrupted training takes .* To remove that, run: .* --remove default.aside", caplog.text)
     module, trainer = LitTiny(SMALL), quiet_trainer(tmp_path / "other", max_steps=2, precision="32-true")
     with monkeypatch.context() as patch:
         patch.setattr(module, "configure_optimizers", fail)
