@@ -23,7 +23,10 @@ from lightning_smartinfinity.integrations.trainer.callback_support import refuse
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import (
     CheckpointIndex,
     checkpoints_of,
+    folders_of,
     model_checkpoints,
+    require_no_lost_link,
+    warn_of_moving_folders,
 )
 from lightning_smartinfinity.resume.fit_loaders import FitLoaders
 from lightning_smartinfinity.resume.fit_point import Following, following, is_at_end, is_within_step, settle
@@ -47,7 +50,7 @@ from lightning_smartinfinity.resume.start import Source, choose_start, steps_of
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW, StrategySettings
 from lightning_smartinfinity.settings.user_calls import CALLS_OF_TRAINER
-from lightning_smartinfinity.zero3.ranks.collectives import gather
+from lightning_smartinfinity.zero3.ranks.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
@@ -149,7 +152,11 @@ class TrainerFitRecord(FitRecord):
         with loading_policy(weights_only, consent="weights_only=False to Trainer.fit"):
             paths = partial(checkpoints_of, trainer)
             steps = steps_of(paths, "global_step", settings=settings, needed=RESUMED_FROM, is_within=is_within_step)
-            start = choose_start(settings, steps, is_removed=settle())
+            start = choose_start(settings, steps, is_removed=settle(), places=folders_of(trainer))
+        if start.source is Source.NEW:
+            with raising_together():
+                require_no_lost_link(trainer)
+        warn_of_moving_folders(trainer)
         self.resumes = start.source is Source.STORAGE
         start_from(trainer, STORAGE if self.resumes else start.checkpoint)
         rank_zero_info(f"fit(ckpt_path={STORAGE_OR_NEW!r}): {start.reason}")
