@@ -207,10 +207,12 @@ class UsableRecords(NamedTuple):
     Attributes:
         records: The records whose generation is complete, newest first. Residuals were not read.
         problem: Why there is none although the training has written some; None if there is one, or nothing was written.
+        damage: A sentence about a newer generation that is committed but damaged, so that its record is left out.
     """
 
     records: list[TrainingRecord]
     problem: StorageError | None
+    damage: str | None
 
 
 def usable_records(folders: Sequence[OpenFolder], manifest: Manifest) -> UsableRecords:
@@ -223,7 +225,8 @@ def usable_records(folders: Sequence[OpenFolder], manifest: Manifest) -> UsableR
     complete = complete_generations(folders, manifest)
     usable = [record for record in records if record.generation in complete]
     problem = None if usable else _why_not(folders, manifest, records, oldest=min(complete, default=0))
-    return UsableRecords(usable, problem)
+    newer = [record for record in records if usable and record.number > usable[0].number]
+    return UsableRecords(usable, problem, _damaged_generation(folders, manifest, newer))
 
 
 def damaged_beside(
@@ -321,9 +324,17 @@ def _why_not_other(record: TrainingRecord, *, oldest: int) -> str:
 
 def _damaged_state(folders: Sequence[OpenFolder], manifest: Manifest, records: Sequence[TrainingRecord]) -> str | None:
     """Return a sentence about damage to the state that training records belong to, or to its commit record, or None."""
-    recorded, (intact, torn) = {record.generation for record in records}, records_of(folders[0], manifest)
-    problems = (_mismatch(folders, manifest, each) for each in intact if each.generation in recorded)
-    return next((problem for problem in problems if problem is not None), torn if records else None)
+    torn = records_of(folders[0], manifest).problem if records else None
+    return _damaged_generation(folders, manifest, records) or torn
+
+
+def _damaged_generation(
+    folders: Sequence[OpenFolder], manifest: Manifest, records: Sequence[TrainingRecord]
+) -> str | None:
+    """Return a sentence about damage to a committed generation that training records belong to, or None."""
+    recorded = {record.generation for record in records}
+    committed = (each for each in records_of(folders[0], manifest).intact if each.generation in recorded)
+    return next(filter(None, (_mismatch(folders, manifest, each) for each in committed)), None)
 
 
 def with_whole_residuals(
