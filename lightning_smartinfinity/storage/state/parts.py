@@ -32,6 +32,7 @@ from lightning_smartinfinity.storage.state.recovery import (
     committed_records,
     damaged_records,
     has_steps,
+    lost_residual,
     records_of,
     written_records,
 )
@@ -284,7 +285,7 @@ def _has_damaged_records(folder: OpenFolder, manifest: Manifest) -> bool:
     """Return whether damaged records in a rank's first folder may hide that a step was taken."""
     if manifest.device != 0 or folder.status(COMMIT_NAME) is None or REMOVED in read_notes(folder):
         return False
-    return bool(damaged_records(folder, manifest)) or (
-        records_of(folder, manifest).problem is not None
-        and any(record.number > 0 for record in written_records(folder, manifest))
-    )
+    if damaged_records(folder, manifest) or lost_residual(folder, manifest) is not None:
+        return True
+    is_torn = records_of(folder, manifest).problem is not None
+    return is_torn and any(record.number > 0 for record in written_records(folder, manifest))

@@ -40,6 +40,7 @@ __all__ = [
     "damaged_records",
     "first_mismatch",
     "has_steps",
+    "lost_residual",
     "newest_complete",
     "records_of",
     "require_recoverable",
@@ -201,6 +202,28 @@ def committed_records(folder: OpenFolder, manifest: Manifest) -> list[TrainingRe
     return [record for record in written_records(folder, manifest) if record.generation in committed]
 
 
+def lost_residual(folder: OpenFolder, manifest: Manifest) -> str | None:
+    """Return a sentence about a residual without which no record of a step is left; None if there is no such one.
+
+    A kill within its write leaves the record before, whose residual is whole and whose generation is not overwritten.
+
+    Args:
+        folder: The rank's first folder.
+        manifest: The store's manifest.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    committed = {record.generation for record in records_of(folder, manifest).intact}
+    records = read_training_records(folder, identity=manifest.identity)
+    lost = next((record for record in records if record.has_steps and record.generation in committed), None)
+    residual = None if lost is None else residual_of(lost, manifest.identity)
+    if lost is None or residual is None or committed_records(folder, manifest):
+        return None
+    path = str(folder.path / residual.name)
+    return f"{path!r} does not hold the residual of step {lost.step}, and no other step is left to resume from."
+
+
 class UsableRecords(NamedTuple):
     """The training records that a training may resume from.
 
@@ -306,6 +329,8 @@ def _why_not(
     if damaged:
         other = "".join(_why_not_other(record, oldest=oldest) for record in records)
         return StorageCorruptError(f"{_condition(folder, damaged)}{other}.", user_calls().begin_anew)
+    if (lost := lost_residual(folder, manifest)) is not None:
+        return StorageCorruptError(lost, user_calls().begin_anew)
     if records and records[0].generation < oldest:
         return StorageError(
             f"The training in {str(folder.path)!r} ended after several generations that came after its last record "
