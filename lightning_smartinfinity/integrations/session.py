@@ -351,7 +351,7 @@ class TrainingSession(ABC):
             feed_back_threads=feed_back_threads(threads, self._local_world_size),
             resumes=self._fit_record.resumes,
             records=self._fit_record.automatic,
-            own_hyperparameters=self._own_hyperparameters,
+            own_hyperparameters=self._own_hyperparameters or self._is_trial,  # a search restores what it has changed
             check_record=self._fit_record.check,
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)

@@ -67,8 +67,9 @@ def fits(state: Mapping[str, Any], *, world_size: int, warn: bool) -> bool:
     if state["world_size"] == world_size:
         return True
     if warn:
+        before = "1 process" if state["world_size"] == 1 else f"{state['world_size']} processes"
         warnings.warn(
-            f"The training was saved by {state['world_size']} processes and is resumed by {world_size}: random "
+            f"The training was saved by {before} and is resumed by {world_size}: random "
             "states are not restored, so batches, dropout and augmentations differ from those of a run that never "
             "stopped. Call seed_everything with another seed than the first run's, so that they are not repeated.",
             stacklevel=2,

@@ -288,17 +288,18 @@ class FitRecord:
 
         folders, job = " ".join(map(str, settings.storage or ())), settings.transfer.job
         archive, num_bytes = archived_bytes(settings)
-        before = f" `smart-infinity jobs {folders} --remove {archive}` removes that of an earlier interrupted training"
+        removes = f"run: smart-infinity jobs {folders} --remove"
+        earlier = f". An earlier interrupted training takes {num_bytes / 2**20:.2f} MiB in the job {archive!r}"
+        earlier += f". To remove that, {removes} {archive}"
         _log.warning(
-            "%s, and its state stays in %s (job %r). %s.%s To remove the state, run: smart-infinity jobs %s --remove "
-            "%s",
+            "%s, and its state stays in %s (job %r). %s. To remove the state, %s %s%s",
             event,
             folders,
             job,
             remedy,
-            f"{before} ({num_bytes / 2**20:.2f} MiB)." if num_bytes else "",
-            folders,
+            removes,
             job,
+            earlier if num_bytes else "",
         )
 
     def end_fit(self, settings: StrategySettings, rank_state: RankState | None, *, completed: bool, says: bool) -> None:

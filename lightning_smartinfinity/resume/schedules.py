@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_smartinfinity.settings.user_calls import user_calls
 
-__all__ = ["prepare_loads", "warn_of_changed_schedule"]
+__all__ = ["prepare_loads", "warn_of_changed_schedule", "warn_of_other_number"]
 
 _OF_PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 # Their positions, the rates before the schedule (hyperparameters of the optimizer), and what is compared elsewhere.
@@ -73,10 +73,43 @@ def warn_of_changed_schedule(scheduler: object, state_dict: Mapping[str, Any]) -
         scheduler: The new scheduler; if it is not one of torch, nothing is compared.
         state_dict: The saved state.
     """
-    changes = _changes(scheduler, state_dict) if isinstance(scheduler, LRScheduler) else []
-    if changes and not (dist.is_initialized() and dist.get_rank() != 0):
-        setter = f" in its {type(scheduler).__name__}"
-        warnings.warn(user_calls().describe_kept(changes, setter=setter), stacklevel=4)
+    if not isinstance(scheduler, LRScheduler):
+        return
+    changes, kind = _changes(scheduler, state_dict), type(scheduler).__name__
+    missing = [name for name in scheduler.state_dict() if name not in state_dict and _is_argument(scheduler, name)]
+    if missing:
+        _warn(
+            f"The script schedules the learning rate by a {kind}, but the training that it resumes had another "
+            f"scheduler, without {missing[0]}. The new one goes on from its rate and position. To train on with the "
+            f"rate that the new one has there, {user_calls().changes}."
+        )
+    elif changes:
+        _warn(user_calls().describe_kept(changes, setter=f" in its {kind}"))
+
+
+def warn_of_other_number(now: int, before: int, *, new_settings: bool) -> None:
+    """Warn on the first rank if the script has another number of schedulers than the training that it resumes had.
+
+    Args:
+        now: The script's number.
+        before: The saved number.
+        new_settings: Whether the script's learning rate is used.
+    """
+    if now < before and not new_settings:
+        _warn(
+            "The script has no learning rate scheduler, but the training that it resumes had one. The learning rate "
+            f"stays as it was saved. To train on with the script's, {user_calls().changes}."
+        )
+    elif now > before:
+        _warn(
+            "The script has a learning rate scheduler, but the training that it resumes had none. The schedule begins "
+            "with its first step."
+        )
+
+
+def _warn(message: str) -> None:
+    if not (dist.is_initialized() and dist.get_rank() != 0):
+        warnings.warn(message, stacklevel=5)
 
 
 def _changes(scheduler: LRScheduler, saved: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -98,9 +131,12 @@ def _is_setting(scheduler: LRScheduler, name: str) -> bool:
     """
     if name in _NOT_COMPARED:
         return False
+    return _is_argument(scheduler, name) or type(scheduler).__module__ == LRScheduler.__module__
+
+
+def _is_argument(scheduler: LRScheduler, name: str) -> bool:
     makers = [vars(each)["__init__"] for each in type(scheduler).__mro__ if "__init__" in vars(each)]
-    is_argument = any(name in inspect.signature(each).parameters for each in makers)
-    return is_argument or type(scheduler).__module__ == LRScheduler.__module__
+    return name not in _NOT_COMPARED and any(name in inspect.signature(each).parameters for each in makers)
 
 
 def _plain(value: object) -> object:

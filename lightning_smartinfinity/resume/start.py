@@ -101,7 +101,9 @@ def _naming(problem: str) -> Iterator[None]:
         ) from error
 
 
-def choose_start(settings: StrategySettings, steps: Mapping[str, SavedStep], *, is_removed: bool) -> Start:
+def choose_start(
+    settings: StrategySettings, steps: Mapping[str, SavedStep], *, is_removed: bool, places: Collection[str] = ()
+) -> Start:
     """Choose the newest of the interrupted training on storage and the checkpoints. Collective.
 
     Of a training and a checkpoint of the same step, the checkpoint is chosen, if it was saved where a step ends and the
@@ -117,6 +119,7 @@ def choose_start(settings: StrategySettings, steps: Mapping[str, SavedStep], *, 
         steps: For each checkpoint that this rank sees, where it was saved.
         is_removed: Whether the state on storage is that of a complete training of this process, which the set-up of the
             next one removes.
+        places: Where checkpoints were looked for, for the user.
 
     Returns:
         The same on every rank.
@@ -148,7 +151,8 @@ def choose_start(settings: StrategySettings, steps: Mapping[str, SavedStep], *, 
             everywhere[newest].step,
         )
     if not named:
-        named[Source.NEW] = f"to begin at step 0: there is no interrupted training in {where}, and no checkpoint", 0
+        none = f"no checkpoint{' in ' if places else ''}{', '.join(places)}"
+        named[Source.NEW] = f"to begin at step 0: there is no interrupted training in {where}, and {none}", 0
     source = next(iter(named))
     if found is not None and newest is not None and not _is_newer(found, everywhere[newest]):
         source = Source.CHECKPOINT

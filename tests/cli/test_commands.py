@@ -74,8 +74,15 @@ def test_the_table(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_ranks_without_a_record_in_common(tmp_path: Path, cli: Cli) -> None:
-    """No step is promised: one rank's newest record is damaged, and the other rank's next step is in flight."""
+    """No step is promised: one rank's newest record is damaged, and the other rank's next step is in flight.
+
+    Nor is one where a file is refused, since it has another name.
+    """
     recorded(tmp_path)
+    os.link(tmp_path / "default/rank-00000/state.bin", tmp_path / "other")
+    refused = cli("jobs", tmp_path).out
+    assert "unreadable" in refused and "2 hard links" in refused and "resumable" not in refused
+    (tmp_path / "other").unlink()
     assert "resumable, step 2" in cli("jobs", tmp_path).out
     in_flight = recover_store([tmp_path], rank=1, training=2)
     in_flight.record_training(generation=2, step=3, content=b"", has_steps=True)

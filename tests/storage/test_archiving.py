@@ -192,6 +192,7 @@ def test_a_folder_that_cannot_be_reached(lost: int, other: str | None, folders: 
     leave(now, step=6)
     remedy = refusal(now, rf"after (step 7|an unknown step), which lacks its part in '{place}'\. It is not deleted")
     assert f"mount '{place}', and resume it with" in remedy and "--remove default or smart-infinity jobs" in remedy
+    assert "Or resume the one in the job 'default', with ckpt_path='storage'. Or remove" in remedy
     if other is not None:
         place.rename(place.with_name("other"))
     away.rename(place)
@@ -239,8 +240,9 @@ def test_what_can_never_be_resumed_again_stops_nobody(folders: list[Path], tmp_p
     Nor is one whose place another training has taken.
     """
     leave(folders, step=7)
-    for name in ("training-0.bin", "training-1.bin", "manifest.json"):
-        (folders[0] / "default/rank-00000" / name).unlink()
+    half_gone = RankFolder(folders[0] / JOB / "rank-00000", create=False)
+    half_gone.disown()
+    half_gone.close(remove=False)
     assert not archive(folders).moved
     create(folders).close(remove=True)
     assert steps_in(folders, JOB) == {}
@@ -511,11 +513,11 @@ RECORDS = ("training-0.bin", "training-1.bin")
 def test_a_lost_file_deletes_no_training(how: str, recorded: int, folders: list[Path], attack: Attack) -> None:
     """The training resumes from a step that it has, or an error names the file; a scrub agrees, and all is archived."""
     content = content_of(dict.fromkeys(_ENGINE_KEYS), dict.fromkeys(TRAINER_KEYS))
-    names = ("manifest.json", "state.bin", "commit.bin", *RECORDS, "training-?.bin")
-    for device, name in [*product((0,), names), *product((1,), names[:2])]:
-        here = [folder.with_name(f"{folder.name} {device} {name.partition('?')[0]}") for folder in folders]
+    names = ("manifest.json", "state.bin", "commit.bin", *RECORDS, "training-?.bin", "[!l]*", "[!lcs]*")
+    for number, (device, name) in enumerate([*product((0,), names), *product((1,), names[:2])]):
+        here = [folder.with_name(f"{folder.name}{number}") for folder in folders]
         left(*here, generations=3, steps=range(recorded), world_size=1, content=content)
-        files = sorted((here[device] / JOB / "rank-00000").glob(name))
+        files = sorted((here[device] / JOB / "rank-00000").glob(name), key=lambda file: (file.name[0] != "m", file))
         for file in files:
             HARM[how](file)
         named = str(files[0].parent if (device, name, how) == (1, "manifest.json", "removed") else files[0])
@@ -538,9 +540,33 @@ def test_a_lost_file_deletes_no_training(how: str, recorded: int, folders: list[
             assert scrub_jobs(listed(*here), show=hidden) == Found(), name
     attack(
         f"file of an interrupted training {how}, before jobs, scrub, a resume and a new one",
-        tries=8,
+        tries=10,
         outcome="named; resumed to the bit, or archived as a whole",
     )
+
+
+@pytest.mark.parametrize("lost", ["all of rank 1", "manifests of rank 0", "record of rank 1"])
+def test_files_of_another_time_or_place_delete_no_training(lost: str, folders: list[Path]) -> None:
+    """Where an old backup of one rank was put back, manifests are exchanged or a record is missing, all is archived."""
+    steps = 2 if lost == "record of rank 1" else 5
+    for rank in range(2):
+        num = 3 if lost == "all of rank 1" and rank == 1 else steps
+        store = create(folders, rank=rank, job_id=SUCCESSOR)
+        for step in range(num):
+            commit_generation(store, step)
+            store.record_training(generation=step, step=step, content=b"", has_steps=step > 0)
+        store.close(remove=False)
+    first, second = (folder / JOB / "rank-00000/manifest.json" for folder in folders)
+    if lost == "manifests of rank 0":
+        content = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(content)
+    if lost == "record of rank 1":
+        (folders[0] / JOB / "rank-00001/training-1.bin").unlink()
+    before, found = files_of(folders, JOB), scrub_jobs(listed(*folders), show=hidden)
+    assert found.damaged or "rank-00001/training-1.bin' is missing" in found.unknown[0]
+    assert archive(folders, ranks=2).is_damaged
+    assert files_of(folders, ARCHIVE) == before and files_of(folders, JOB) == {}
 
 
 def test_what_was_never_or_is_no_more(tmp_path: Path) -> None:

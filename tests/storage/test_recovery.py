@@ -90,12 +90,14 @@ def test_newest_generation_common_to_all_ranks(tmp_path: Path) -> None:
 
 def test_record_whose_extents_were_lost(tmp_path: Path) -> None:
     """If a record survived a power loss without its extents, the previous generation is taken with a warning."""
-    path = left(tmp_path, generations=3) / "state.bin"
-    store = recover_store([tmp_path])
+    path = left(tmp_path, generations=3, steps=range(3)) / "state.bin"
+    store = recover_store([tmp_path], training=3)
     offset = store.extents.place_offset(int(store.placement.positions[2])) + store.extents.extents[2].nbytes - 128
     store.close(remove=False)
     content = path.read_bytes()
     path.write_bytes(content[:offset] + bytes(128) + content[offset + 128 :])
+    with pytest.warns(UserWarning, match=r"generation 2 of tasklet 2.*\. Going on from step 1\."):
+        assert [record.step for record in find_resumable([tmp_path], job="default", rank=0)[1]] == [1]
     with pytest.warns(UserWarning, match=r"generation 2 of tasklet 2.*\. Going on from generation 1\."):
         assert recovered(tmp_path) == 1
 

@@ -27,6 +27,7 @@ from lightning_smartinfinity.storage.records import residual_file
 from lightning_smartinfinity.storage.records.residual_file import residual_bytes
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord, read_training_records
 from lightning_smartinfinity.storage.state import scrub, space
+from lightning_smartinfinity.storage.state.parts import look_at
 from lightning_smartinfinity.storage.state.scrub import scrub_rank
 from tests.helpers.attacks import Attack
 from tests.helpers.native_testing import Hold
@@ -330,6 +331,19 @@ def test_a_kill_within_the_write(tmp_path: Path, left: str, attack: Attack) -> N
     assert job is not None and job.folders[0].resumable_step == 0
     assert scrub_rank([path.parent], rank=0, show=hidden).damaged == ()
     assert resumed(tmp_path) == (0, residuals[0].tobytes())
+
+
+def test_residuals_that_were_lost(tmp_path: Path) -> None:
+    """Without a residual of any record, a training is damaged, and not one that has taken no step."""
+    trained(tmp_path)
+    folder = tmp_path / "default/rank-00000"
+    for path in folder.glob("residual-?.bin"):
+        path.write_bytes(bytes(path.stat().st_size))
+    assert look_at(OpenFolder(folder)).is_damaged
+    (sentence,) = scrub_rank([folder], rank=0, show=hidden).damaged
+    with pytest.raises(StorageCorruptError, match=r"residual-0.bin' does not hold the residual of step 1") as caught:
+        find_resumable([tmp_path], job="default", rank=0)
+    assert caught.value.problem in sentence
 
 
 @pytest.mark.filterwarnings("ignore:The training record")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import re
 import shutil
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, StepLR
@@ -29,7 +31,7 @@ from lightning_smartinfinity import (
     StorageError,
 )
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import checkpoints_of
-from lightning_smartinfinity.resume.schedules import prepare_loads
+from lightning_smartinfinity.resume.schedules import prepare_loads, warn_of_other_number
 from lightning_smartinfinity.settings.options import OF_FABRIC, OF_TRAINER, OF_TRANSFORMERS, refuse_unknown
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
@@ -55,7 +57,9 @@ def try_and_search(trainer: Any, module: Any) -> None:
     """Do what a script may do before its fit: run a few batches, and search the learning rate."""
     strategy = SmartInfinityStrategy(trainer.strategy._settings.storage)
     quiet_trainer(trainer.default_root_dir, strategy, fast_dev_run=2).fit(LitTiny(SMALL))
-    Tuner(trainer).lr_find(module, num_training=2, update_attr=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The script")  # a search resumes nothing of the user's
+        Tuner(trainer).lr_find(module, num_training=2, update_attr=False)
 
 
 class Script:
@@ -131,13 +135,13 @@ def test_the_newest_is_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 10))
         assert script.fit(fails=5) == "storage"
-    assert "removes that of an earlier interrupted training" not in caplog.text
+    assert "An earlier interrupted training takes" not in caplog.text
     left(script.root / "storage", generations=1, steps=[1], world_size=1, job="default.aside")  # must not be replaced
     assert script.fit(fails=5) == "storage"
     shutil.rmtree(script.root / "storage/default.aside")
     caplog.clear()
     assert script.fit(fails=6) == "step=4.ckpt"  # as many steps as the record
-    assert "--remove default.aside` removes that of an earlier interrupted training (" in caplog.text
+    assert re.search("interrupted training takes .* To remove that, run: .* --remove default.aside", caplog.text)
     module, trainer = LitTiny(SMALL), quiet_trainer(tmp_path / "other", max_steps=2, precision="32-true")
     with monkeypatch.context() as patch:
         patch.setattr(module, "configure_optimizers", fail)
@@ -168,6 +172,33 @@ def test_checkpoints_whose_names_have_folders(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
     trainer = quiet_trainer(tmp_path, enable_checkpointing=True, callbacks=[saves])
     assert checkpoints_of(trainer) == [str(tmp_path / name) for name in names]
+
+
+class OtherName(ModelCheckpoint):
+    """Names its checkpoints otherwise."""
+
+    FILE_EXTENSION = ".pth"
+
+
+def test_places_of_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other endings are found. A link to nothing ends a fit that would begin anew. A logger's own folder is told."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    saves = OtherName(tmp_path / "saved", every_n_train_steps=2, save_last="link")
+    options: Any = {"enable_checkpointing": True, "callbacks": [saves]}
+    quiet_trainer(tmp_path, **options, max_steps=2).fit(LitTiny(SMALL), ckpt_path=START)
+    assert f"and no checkpoint in {tmp_path / 'saved'}." in caplog.text
+    trainer = quiet_trainer(tmp_path, **options, max_steps=3)
+    trainer.fit(LitTiny(SMALL), ckpt_path=START)
+    assert Path(trainer.ckpt_path or "").name == "last.pth"
+    shutil.rmtree(tmp_path / "saved/epoch=0-step=2.pth")
+    with pytest.raises(CheckpointError, match=r"last.*.pth is a link to the checkpoint 'epoch=0-step=2.pth', which is"):
+        quiet_trainer(tmp_path, **options).fit(LitTiny(SMALL), ckpt_path=START)
+    logged: Any = {**options, "logger": CSVLogger(tmp_path), "callbacks": [], "max_steps": 1}
+    with pytest.warns(UserWarning, match=r"logger names the folder of checkpoints, .*version_0.checkpoints. If it"):
+        quiet_trainer(tmp_path, **logged).fit(LitTiny(SMALL), ckpt_path=START)
 
 
 def test_wrong_uses(tmp_path: Path) -> None:
@@ -349,6 +380,19 @@ def test_a_changed_schedule_is_reported(before: Any, now: Any, told: str) -> Non
     with pytest.warns(UserWarning, match=told) as caught:
         new.load_state_dict(old.state_dict())
     assert len(caught) == 1 and new.state_dict() == old.state_dict()
+
+
+def test_another_scheduler_is_reported() -> None:
+    """Its class has other settings, or there is none any more, or none was there before."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    new = SCHEDULES["cosine"](optimizer)
+    prepare_loads([new], new_settings=False)
+    with pytest.warns(UserWarning, match="by a CosineAnnealingLR, but .* another scheduler, without T_max") as caught:
+        new.load_state_dict(StepLR(optimizer, 2).state_dict())
+    assert len(caught) == 1
+    for now, before, told in ((0, 1, "has no learning rate scheduler, but"), (1, 0, "had none")):
+        with pytest.warns(UserWarning, match=told):
+            warn_of_other_number(now, before, new_settings=False)
 
 
 def test_a_plateau_keeps_its_counters() -> None:

@@ -87,7 +87,7 @@ class FabricFitRecord(FitRecord):
         paths = partial(filter, os.path.exists, self._checkpoints)
         with loading_policy(self._weights_only, consent="weights_only=False to fabric.strategy.resume"):
             steps = steps_of(paths, "global_steps", settings=settings)
-            start: Start = choose_start(settings, steps, is_removed=settle())
+            start: Start = choose_start(settings, steps, is_removed=settle(), places=self._checkpoints)
         self.resumes, self.checkpoint = start.source is Source.STORAGE, start.checkpoint
         rank_zero_info(f"fabric.strategy.resume({STORAGE_OR_NEW!r}): {start.reason}")
 

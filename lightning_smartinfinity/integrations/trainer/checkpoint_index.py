@@ -14,18 +14,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.ranks.background_jobs import BackgroundJobs
 from lightning_smartinfinity.zero3.untyped import ClientState
 
-__all__ = ["CheckpointIndex", "checkpoints_of", "model_checkpoints"]
+__all__ = [
+    "CheckpointIndex",
+    "checkpoints_of",
+    "folders_of",
+    "model_checkpoints",
+    "require_no_lost_link",
+    "warn_of_moving_folders",
+]
 
-_SUFFIX = ModelCheckpoint.FILE_EXTENSION
 _SAVED_ON_SLURM = "hpc_ckpt_"  # names of what Lightning saves in default_root_dir when SLURM requeues the job
 _FIELDS = (
     "best_model_score",
@@ -49,28 +58,67 @@ def checkpoints_of(trainer: pl.Trainer) -> list[str]:
     Raises:
         StorageError: A folder cannot be read.
     """
+    named = _named_by(trainer)
+    return list({os.path.realpath(path): path for path in sorted(named) if os.path.exists(path)}.values())
+
+
+def require_no_lost_link(trainer: pl.Trainer) -> None:
+    """Check that no link names a checkpoint that is gone, as with ``save_last="link"``, before a fit begins anew.
+
+    Raises:
+        CheckpointError: There is such a link.
+        StorageError: A folder cannot be read.
+    """
+    for path in _named_by(trainer):
+        if os.path.islink(path) and not os.path.exists(path):
+            raise CheckpointError(
+                f"{path} is a link to the checkpoint {os.readlink(path)!r}, which is gone, and there is nothing else "
+                "to resume from.",
+                "Put the checkpoint back, or remove the link to begin at step 0.",
+            )
+
+
+def folders_of(trainer: pl.Trainer) -> list[str]:
+    """Return the folders of the Trainer's ModelCheckpoints."""
+    return list(dict.fromkeys(str(one.dirpath) for one in model_checkpoints(trainer) if one.dirpath is not None))
+
+
+def warn_of_moving_folders(trainer: pl.Trainer) -> None:
+    """Warn if a logger has named a ModelCheckpoint's folder: for the next start it may name another one."""
+    versions = (str(logger.version) for logger in trainer.loggers[:1] if logger.version is not None)
+    names = {name for version in versions for name in (version, f"version_{version}")}
+    for folder in folders_of(trainer):
+        if not names.isdisjoint(Path(folder).parts) and not os.path.exists(folder):
+            rank_zero_warn(
+                f"The logger names the folder of checkpoints, {folder}. If it names another one for each start, no "
+                "start finds the checkpoints of those before. Pass ModelCheckpoint(dirpath=...)."
+            )
+
+
+def _named_by(trainer: pl.Trainer) -> list[str]:
+    """Return the paths that may be checkpoints of the Trainer, also those of links to nothing."""
     named = []
     for callback in model_checkpoints(trainer):
         if callback.dirpath is not None:
             templates = (callback.filename or "", callback.CHECKPOINT_NAME_LAST)
             # A name with "/", such as that of a metric "train/loss", makes folders within the callback's folder.
-            named += _checkpoints_in(str(callback.dirpath), depth=max(name.count("/") for name in templates))
-    in_root = _checkpoints_in(trainer.default_root_dir, depth=0)
+            depth = max(name.count("/") for name in templates)
+            named += _checkpoints_in(str(callback.dirpath), suffix=callback.FILE_EXTENSION, depth=depth)
+    in_root = _checkpoints_in(trainer.default_root_dir, suffix=ModelCheckpoint.FILE_EXTENSION, depth=0)
     named += [path for path in in_root if os.path.basename(path).startswith(_SAVED_ON_SLURM)]
-    named += [one.ckpt_path for one in vars(trainer)["callbacks"] if isinstance(one, OnExceptionCheckpoint)]
-    return list({os.path.realpath(path): path for path in sorted(named) if os.path.exists(path)}.values())
+    return named + [one.ckpt_path for one in vars(trainer)["callbacks"] if isinstance(one, OnExceptionCheckpoint)]
 
 
-def _checkpoints_in(folder: str, *, depth: int) -> list[str]:
+def _checkpoints_in(folder: str, *, suffix: str, depth: int) -> list[str]:
     """Return the checkpoints in a folder and in folders within it, down to a depth; 0: in the folder alone."""
     found = []
     with storage_errors("Looking for checkpoints in", folder), suppress(FileNotFoundError):
         # A name that begins with a dot is that of a save in progress.
         for path in (os.path.join(folder, name) for name in os.listdir(folder) if not name.startswith(".")):
-            if path.endswith(_SUFFIX):
+            if path.endswith(suffix):
                 found.append(path)
             elif depth > 0 and os.path.isdir(path):
-                found += _checkpoints_in(path, depth=depth - 1)
+                found += _checkpoints_in(path, suffix=suffix, depth=depth - 1)
     return found
 
 

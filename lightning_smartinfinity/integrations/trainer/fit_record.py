@@ -18,6 +18,9 @@ from lightning_smartinfinity.integrations.trainer.callback_support import refuse
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import (
     CheckpointIndex,
     checkpoints_of,
+    folders_of,
+    require_no_lost_link,
+    warn_of_moving_folders,
 )
 from lightning_smartinfinity.integrations.trainer.recorded_loop import INDEX, loop_state, restore_index, watch_steps
 from lightning_smartinfinity.resume.fit_loaders import FitLoaders
@@ -42,6 +45,7 @@ from lightning_smartinfinity.resume.start import Source, choose_start, steps_of
 from lightning_smartinfinity.settings import TransferConfig
 from lightning_smartinfinity.settings.strategy import STORAGE, STORAGE_OR_NEW, StrategySettings
 from lightning_smartinfinity.settings.user_calls import CALLS_OF_TRAINER
+from lightning_smartinfinity.zero3.ranks.collectives import raising_together
 from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
@@ -130,7 +134,11 @@ class TrainerFitRecord(FitRecord):
         with loading_policy(weights_only, consent="weights_only=False to Trainer.fit"):
             paths = partial(checkpoints_of, trainer)
             steps = steps_of(paths, "global_step", settings=settings, needed=RESUMED_FROM, is_within=is_within_step)
-            start = choose_start(settings, steps, is_removed=settle())
+            start = choose_start(settings, steps, is_removed=settle(), places=folders_of(trainer))
+        if start.source is Source.NEW:
+            with raising_together():
+                require_no_lost_link(trainer)
+        warn_of_moving_folders(trainer)
         self.resumes = start.source is Source.STORAGE
         start_from(trainer, STORAGE if self.resumes else start.checkpoint)
         rank_zero_info(f"fit(ckpt_path={STORAGE_OR_NEW!r}): {start.reason}")

@@ -60,7 +60,7 @@ from lightning_smartinfinity.planning.automatic_strategy import Surroundings
 from lightning_smartinfinity.resume.loader_position import keeping_position
 from lightning_smartinfinity.resume.loops import passed_to_run
 from lightning_smartinfinity.resume.random_states import capture
-from lightning_smartinfinity.resume.schedules import prepare_loads
+from lightning_smartinfinity.resume.schedules import prepare_loads, warn_of_other_number
 from lightning_smartinfinity.settings import (
     ActivationOffload,
     GradientCodec,
@@ -437,9 +437,16 @@ class SmartInfinityStrategy(TrainingSession, shutdown.EndsEvaluations, DeepSpeed
     @override
     def load_model_state_dict(self, checkpoint: SavedState, strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict=strict)
-        if self._trainer.state.fn == TrainerFn.FITTING:  # then Lightning loads the schedulers
-            loaded = zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", ()), strict=False)
-            prepare_loads((config.scheduler for config, _ in loaded), new_settings=self._own_hyperparameters)
+        if self._trainer.state.fn == TrainerFn.FITTING and not self._is_trial:  # then Lightning loads the schedulers
+            now, saved, new_settings = (
+                self.lr_scheduler_configs,
+                checkpoint.get("lr_schedulers"),
+                self._own_hyperparameters,
+            )
+            if saved is not None:
+                warn_of_other_number(len(now), len(saved), new_settings=new_settings)
+            loaded = zip(now, saved or (), strict=False)
+            prepare_loads((config.scheduler for config, _ in loaded), new_settings=new_settings)
 
     @override
     def _restore_zero_state(self, ckpt: SavedState, strict: bool) -> None:

@@ -290,7 +290,7 @@ class SmartInfinityTraining(TrainingSession):
         if resume == STORAGE_OR_NEW:
             self._fit_record.require_keeping(self._settings.transfer, what=f"train({_RESUME}={STORAGE_OR_NEW!r})")
             steps, fault = steps_of_checkpoints(output_dir, warn=says)
-            start = choose_start(self._settings, steps, is_removed=self._settle_earlier())
+            start = choose_start(self._settings, steps, is_removed=self._settle_earlier(), places=[output_dir])
             if start.source is Source.NEW and fault is not None:
                 raise fault
             if says:

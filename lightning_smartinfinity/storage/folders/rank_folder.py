@@ -344,7 +344,7 @@ class RankFolder:
         """Remove what this object created, and unlock. Never raises."""
         self._remove_quietly(self._made_files)
         # Listing a folder needs a descriptor, which may be unavailable: a folder made here is not listed.
-        self._lock.release(remove=self.path in self._made_folders or self._holds_only_lock())
+        self._lock.release(remove=self.path in self._made_folders or self._holds_nothing())
         self.inside.close()
         self._remove_made_folders()
 
@@ -434,7 +434,10 @@ class RankFolder:
             with suppress(OSError):
                 self.inside.remove(name)
 
-    def _holds_only_lock(self) -> bool:
+    def _holds_nothing(self) -> bool:
+        """Return whether there is only a lock, which does not name lost training records."""
+        if self._lock.notes.issuperset(TRAINING_NAMES) and REMOVED not in self._lock.notes:
+            return False
         try:
             return len(self.inside.names()) == 1
         except OSError:

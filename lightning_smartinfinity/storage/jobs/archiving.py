@@ -336,11 +336,13 @@ def _may_be_newer(training: Training, moved: Training) -> StorageError:
     back = "If its files can be repaired, do so"
     if training.missing is not None:
         back = f"If its drive is only not mounted, mount {training.missing_storage()}"
+    resumes = user_calls().from_storage
+    other = f"Or resume the one in the job {job!r}, with {resumes}. " if moved.condition is Condition.RESUMABLE else ""
     return StorageError(
         f"{str(training.parts[0].path)!r} holds a training that was interrupted"
         f"{known or unknown}, {_defect(training)}. It is not deleted for the one in the job {job!r}, which was "
         f"interrupted{_after(moved.step) or unknown} and would be archived in its place.",
-        f"{back}, and resume it with {user_calls().from_storage} and transfer={{'job': {archive!r}}}. Or remove one of "
+        f"{back}, and resume it with {resumes} and transfer={{'job': {archive!r}}}. {other}Or remove one of "
         f"them, with {_removal(moved, job)} or {_removal(training, archive)}, or choose another "
         "TransferConfig(job=...).",
     )

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -235,8 +235,8 @@ def with_lost_parts(
 ) -> list[Job]:
     """Return the jobs. The folder of a rank that lacks a part gets a problem that names the part.
 
-    A rank with a damaged part in another storage folder cannot be resumed. If parts have changed places, all folders
-    that hold them say so.
+    A rank with a damaged or refused part in another storage folder cannot be resumed. If parts have changed places, all
+    folders that hold them say so.
 
     Args:
         storage: A storage folder, for the error if the disk does not answer.
@@ -272,10 +272,10 @@ def _lost_parts(parts: list[FoundPart], calls_of: Callable[[TrainingRecord], Use
 
 
 def _has_damage(parts: Sequence[FoundPart], seen: Mapping[Path, JobFolder]) -> bool:
-    """Return whether a part of a rank's state is damaged, in whatever storage folder."""
+    """Return whether a part of a rank's state is damaged or refused, in whatever storage folder."""
     job, rank = parts[0].job, parts[0].manifest.rank
     paths = [rank_folder_path(storage, job=job, rank=rank) for storage in found_everywhere(parts).values()]
-    return any((seen.get(path) or _looked_at(path, rank=rank)).damaged for path in paths)
+    return any((seen.get(path) or _looked_at(path, rank=rank)).problem is not None for path in paths)
 
 
 def _store_of(part: FoundPart) -> tuple[str, bytes, int]:
@@ -340,7 +340,8 @@ def _looked_at(path: Path, *, rank: int) -> JobFolder:
                 written=max((status.st_mtime for status in files), default=os.fstat(folder.descriptor).st_mtime),
                 kept=KEPT in notes,
             )
-            seen = _with_generation(seen, folder, notes)
+            with ExitStack() as opened:
+                seen = _with_generation(seen, folder, notes, opened)
             return seen if damage is None else _with_damaged_lock(seen, folder, damage)
     except StorageError as error:
         return _failed(JobFolder(path=path, rank=rank), error)
@@ -365,9 +366,10 @@ def _failed(seen: JobFolder, error: StorageError) -> JobFolder:
     return replace(seen, problem=error.problem, damaged=isinstance(error, StorageCorruptError))
 
 
-def _with_generation(seen: JobFolder, folder: OpenFolder, notes: Collection[str]) -> JobFolder:
+def _with_generation(seen: JobFolder, folder: OpenFolder, notes: Collection[str], opened: ExitStack) -> JobFolder:
     try:
         if not _is_foreign(folder):
+            folder = opened.enter_context(closing(open_rank_folder(folder.path)))  # with the trust that a training has
             require_files(folder)
         if folder.status(MANIFEST_NAME) is None:
             return seen

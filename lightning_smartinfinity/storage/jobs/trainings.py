@@ -147,12 +147,13 @@ def _training_of(
     points = [part.points for part in readable if part.device == 0]
     point = max(frozenset.intersection(*points), default=None) if points else None
     nothing_saved = bool(points) and (point is None or point.number == 0)
+    are_apart = nothing_saved and point is None and all(points)  # as after a backup of one rank was put back
     lost = [part for part in unreadable if part.job in jobs]
     if not nothing_saved and len(readable) == len(of_store):  # else the missing part is in the other job
         lost += [part for part in around if _may_lack_manifest(part, readable[0].job)]
     parts = [*readable, *_in_place_of_missing(readable, lost)]
     missing = next(_missing(parts), None)
-    hides_steps = nothing_saved and any(part.is_damaged for part in parts)
+    hides_steps = are_apart or (nothing_saved and any(part.is_damaged for part in parts))
     if (nothing_saved and not hides_steps) or (missing is not None and _is_gone(*missing, parts, around)):
         condition = Condition.NO_STEP
     elif missing is not None:

@@ -181,8 +181,8 @@ def damaged_training_records(
     Args:
         folder: The rank's first folder.
         identity: As for :func:`read_training_records`.
-        has_steps: Whether the training may have taken a step. Then two empty files are damaged, too: the second one is
-            made after the first record was written.
+        has_steps: Whether the training may have taken a step. Then a file that is missing beside a record, and two
+            empty ones, are damaged, too: the second file is made after the first record was written.
 
     Raises:
         StorageError: As for :func:`read_training_records`.
@@ -191,10 +191,11 @@ def damaged_training_records(
     if has_steps and not any(size != 0 for size in sizes):
         return list(TRAINING_NAMES)
     read = [_read(folder, number, identity) for number in range(len(TRAINING_NAMES))]
+    missing = [has_steps and size is None and bool(sizes[1 - number]) for number, size in enumerate(sizes)]
     return [
         name
         for number, name in enumerate(TRAINING_NAMES)
-        if read[number] is None and (sizes[number] or _was_written_beside(read[1 - number]))
+        if read[number] is None and (sizes[number] or missing[number] or _was_written_beside(read[1 - number]))
     ]
 
 

@@ -12,9 +12,9 @@ from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.settings.transfer import TransferConfig
 from lightning_smartinfinity.settings.user_calls import UserCalls, user_calls
 from lightning_smartinfinity.storage.folders.lock import read_notes
-from lightning_smartinfinity.storage.folders.lock_content import checkpoint_in
+from lightning_smartinfinity.storage.folders.lock_content import REMOVED, checkpoint_in
 from lightning_smartinfinity.storage.folders.manifest import MANIFEST_NAME, Manifest, read_manifest
-from lightning_smartinfinity.storage.folders.open_folder import Trust, refuse_foreign
+from lightning_smartinfinity.storage.folders.open_folder import OpenFolder, Trust, refuse_foreign
 from lightning_smartinfinity.storage.folders.rank_folder import TRAINING_NAMES, open_rank_folder, rank_folder_path
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord, read_training_records
 
@@ -23,6 +23,7 @@ __all__ = [
     "changed_places",
     "found_everywhere",
     "lost_parts",
+    "may_have_steps",
     "recorded_calls",
     "refuse_lost",
     "require_present",
@@ -156,13 +157,23 @@ def _device_at(storage: Path, like: FoundPart, *, unread: int) -> int | None:
     try:
         with closing(open_rank_folder(path, trust=Trust.ANY)) as folder:
             manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
-            if manifest is None and any(map(folder.status, TRAINING_NAMES)):  # it may have been lost
+            if manifest is None and may_have_steps(folder, read_notes(folder)):
                 return unread
     except OSError:
         return None
     except StorageError:  # the folder exists; opening it raises the reason
         return unread
     return manifest.device if manifest is not None and manifest.job == like.manifest.job else None
+
+
+def may_have_steps(folder: OpenFolder, notes: Collection[str]) -> bool:
+    """Return whether training records were made in a rank's folder, by its files or its lock, and no removal began.
+
+    Raises:
+        StorageError: A file there is not trusted.
+    """
+    made = set(TRAINING_NAMES).issubset(notes) or any(map(folder.status, TRAINING_NAMES))
+    return made and REMOVED not in notes
 
 
 def refuse_lost(folders: Sequence[Path], *, job: str, rank: int) -> None:

@@ -268,11 +268,13 @@ def find_resumable(
                         user_calls().begin_anew,
                     )
             manifest = common_manifest(inside, rank=rank)
-            usable, problem = usable_records(inside, manifest)
+            usable, problem, damage = usable_records(inside, manifest)
             if problem is not None:
                 raise problem
-            for damage in damaged_beside(inside[0], manifest, usable):
-                warnings.warn(damage, stacklevel=2)
+            if damage is not None:
+                warnings.warn(f"{damage} Going on from step {usable[0].step}.", stacklevel=2)
+            for sentence in damaged_beside(inside[0], manifest, usable):
+                warnings.warn(sentence, stacklevel=2)
             return manifest, with_whole_residuals(inside[0], manifest, usable)
 
     with io_limit(io_timeout):

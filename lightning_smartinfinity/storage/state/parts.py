@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,10 +27,12 @@ from lightning_smartinfinity.storage.folders.rank_folder import (
 )
 from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.storage.records.training_record import damaged_training_records, read_training_records
+from lightning_smartinfinity.storage.state.lost_parts import may_have_steps
 from lightning_smartinfinity.storage.state.recovery import (
     committed_records,
     damaged_records,
     has_steps,
+    lost_residual,
     records_of,
     written_records,
 )
@@ -218,35 +220,45 @@ def points_of(folder: OpenFolder, manifest: Manifest) -> frozenset[ResumePoint]:
 def _lost_file(folder: OpenFolder) -> str | None:
     """Return a sentence about the manifest, the commit record or the training records if they were lost, else None.
 
-    Whatever removes a store notes that in the lock, and deletes the training records first. So a manifest or commit
-    record that is missing beside training records of steps was lost, and so were training records that were made and
-    whose removal is not noted. A file without any commit record, as a power loss may leave it, has lost it, too.
+    Whatever removes a store notes that in the lock, and deletes the training records first. So where no removal is
+    noted, a manifest or commit record that is missing was lost if training records were made there, and so were
+    training records that were made. A file without any commit record, as a power loss may leave it, has lost it, too.
 
     Raises:
         StorageError: As for :func:`find_parts`.
     """
-    missing = [name for name in (MANIFEST_NAME, COMMIT_NAME) if folder.status(name) is None]
-    if folder.status(STATE_NAME) is None:  # without state, the file is of no use
+    notes = read_notes(folder)
+    if not may_have_steps(folder, notes):
         return None
-    if not missing:
-        lost = _lost_records(folder)
-        if lost is not None or records_of(folder, read_manifest(folder)) != ([], None):
-            return lost
-    name, how = (missing[0], "is missing") if missing else (COMMIT_NAME, "holds no commit record")
+    manifest = None if folder.status(MANIFEST_NAME) is None else read_manifest(folder)
+    if manifest is not None and manifest.device != 0:
+        path = str(folder.path / MANIFEST_NAME)
+        return f"{path!r} is that of another storage folder: there are training records beside it."
+    for name in (MANIFEST_NAME, COMMIT_NAME):
+        if folder.status(name) is None:
+            return f"{str(folder.path / name)!r} is missing, although there were training records beside it."
+    assert manifest is not None
+    lost = _lost_records(folder, manifest, notes)
+    if lost is not None or records_of(folder, manifest) != ([], None) or not _has_written_steps(folder):
+        return lost
+    path = str(folder.path / COMMIT_NAME)
+    return f"{path!r} holds no commit record, although there are training records of steps beside it."
+
+
+def _has_written_steps(folder: OpenFolder) -> bool:
+    """Return whether there are training records of steps, or damaged ones. Raises as :func:`find_parts`."""
     records = read_training_records(folder, identity=None)
-    may_have_steps = any(record.has_steps for record in records) or damaged_training_records(folder, identity=None)
-    beside = f"{str(folder.path / name)!r} {how}, although there are training records of steps beside it."
-    return beside if may_have_steps else None
+    return any(record.has_steps for record in records) or bool(damaged_training_records(folder, identity=None))
 
 
-def _lost_records(folder: OpenFolder) -> str | None:
-    notes, files = read_notes(folder), [folder.status(name) for name in TRAINING_NAMES]
-    made, removed = notes.issuperset(TRAINING_NAMES), REMOVED in notes
-    if not made or removed or all(files) or any(file is not None and file.st_size for file in files):
+def _lost_records(folder: OpenFolder, manifest: Manifest, notes: Collection[str]) -> str | None:
+    files = [folder.status(name) for name in TRAINING_NAMES]
+    made = set(TRAINING_NAMES).issubset(notes)
+    if not made or all(files) or any(file is not None and file.st_size for file in files):
         return None
     paths = " and ".join(repr(str(folder.path / name)) for name in TRAINING_NAMES)
     are_missing = f"{paths} are missing or empty, although the training has taken steps."
-    return are_missing if has_steps(folder, read_manifest(folder)) else None
+    return are_missing if has_steps(folder, manifest) else None
 
 
 def _lost_state(folder: OpenFolder) -> str | None:
@@ -273,7 +285,7 @@ def _has_damaged_records(folder: OpenFolder, manifest: Manifest) -> bool:
     """Return whether damaged records in a rank's first folder may hide that a step was taken."""
     if manifest.device != 0 or folder.status(COMMIT_NAME) is None or REMOVED in read_notes(folder):
         return False
-    return bool(damaged_records(folder, manifest)) or (
-        records_of(folder, manifest).problem is not None
-        and any(record.number > 0 for record in written_records(folder, manifest))
-    )
+    if damaged_records(folder, manifest) or lost_residual(folder, manifest) is not None:
+        return True
+    is_torn = records_of(folder, manifest).problem is not None
+    return is_torn and any(record.number > 0 for record in written_records(folder, manifest))

@@ -40,6 +40,7 @@ __all__ = [
     "damaged_records",
     "first_mismatch",
     "has_steps",
+    "lost_residual",
     "newest_complete",
     "records_of",
     "require_recoverable",
@@ -201,16 +202,40 @@ def committed_records(folder: OpenFolder, manifest: Manifest) -> list[TrainingRe
     return [record for record in written_records(folder, manifest) if record.generation in committed]
 
 
+def lost_residual(folder: OpenFolder, manifest: Manifest) -> str | None:
+    """Return a sentence about a residual without which no record of a step is left; None if there is no such one.
+
+    A kill within its write leaves the record before, whose residual is whole and whose generation is not overwritten.
+
+    Args:
+        folder: The rank's first folder.
+        manifest: The store's manifest.
+
+    Raises:
+        StorageError: A file cannot be read.
+    """
+    committed = {record.generation for record in records_of(folder, manifest).intact}
+    records = read_training_records(folder, identity=manifest.identity)
+    lost = next((record for record in records if record.has_steps and record.generation in committed), None)
+    residual = None if lost is None else residual_of(lost, manifest.identity)
+    if lost is None or residual is None or committed_records(folder, manifest):
+        return None
+    path = str(folder.path / residual.name)
+    return f"{path!r} does not hold the residual of step {lost.step}, and no other step is left to resume from."
+
+
 class UsableRecords(NamedTuple):
     """The training records that a training may resume from.
 
     Attributes:
         records: The records whose generation is complete, newest first. Residuals were not read.
         problem: Why there is none although the training has written some; None if there is one, or nothing was written.
+        damage: A sentence about a newer generation that is committed but damaged, so that its record is left out.
     """
 
     records: list[TrainingRecord]
     problem: StorageError | None
+    damage: str | None
 
 
 def usable_records(folders: Sequence[OpenFolder], manifest: Manifest) -> UsableRecords:
@@ -223,7 +248,8 @@ def usable_records(folders: Sequence[OpenFolder], manifest: Manifest) -> UsableR
     complete = complete_generations(folders, manifest)
     usable = [record for record in records if record.generation in complete]
     problem = None if usable else _why_not(folders, manifest, records, oldest=min(complete, default=0))
-    return UsableRecords(usable, problem)
+    newer = [record for record in records if usable and record.number > usable[0].number]
+    return UsableRecords(usable, problem, _damaged_generation(folders, manifest, newer))
 
 
 def damaged_beside(
@@ -303,6 +329,8 @@ def _why_not(
     if damaged:
         other = "".join(_why_not_other(record, oldest=oldest) for record in records)
         return StorageCorruptError(f"{_condition(folder, damaged)}{other}.", user_calls().begin_anew)
+    if (lost := lost_residual(folder, manifest)) is not None:
+        return StorageCorruptError(lost, user_calls().begin_anew)
     if records and records[0].generation < oldest:
         return StorageError(
             f"The training in {str(folder.path)!r} ended after several generations that came after its last record "
@@ -321,9 +349,17 @@ def _why_not_other(record: TrainingRecord, *, oldest: int) -> str:
 
 def _damaged_state(folders: Sequence[OpenFolder], manifest: Manifest, records: Sequence[TrainingRecord]) -> str | None:
     """Return a sentence about damage to the state that training records belong to, or to its commit record, or None."""
-    recorded, (intact, torn) = {record.generation for record in records}, records_of(folders[0], manifest)
-    problems = (_mismatch(folders, manifest, each) for each in intact if each.generation in recorded)
-    return next((problem for problem in problems if problem is not None), torn if records else None)
+    torn = records_of(folders[0], manifest).problem if records else None
+    return _damaged_generation(folders, manifest, records) or torn
+
+
+def _damaged_generation(
+    folders: Sequence[OpenFolder], manifest: Manifest, records: Sequence[TrainingRecord]
+) -> str | None:
+    """Return a sentence about damage to a committed generation that training records belong to, or None."""
+    recorded = {record.generation for record in records}
+    committed = (each for each in records_of(folders[0], manifest).intact if each.generation in recorded)
+    return next(filter(None, (_mismatch(folders, manifest, each) for each in committed)), None)
 
 
 def with_whole_residuals(

@@ -159,7 +159,7 @@ def _training_of(
     """Read the training records as a resume does, without their residuals."""
     found = _Training([], [], [])
     try:
-        usable, problem = usable_records(folders, manifest)
+        usable, problem, _ = usable_records(folders, manifest)  # the newest generation is read in any case
     except StorageError as error:
         found.unknown.append(str(error))
         return found
