@@ -126,7 +126,7 @@ class Keeping:
             return f"no more training records were made: {self.off}"
         if handler.is_recorded or handler.training is None or self.completed:
             return None
-        return "the training ended after a step and before the training record of that step."
+        return "the training ended after a step or another change of the state, and before its training record."
 
 
 def _flush(handler: TransferHandler, *, seconds: float) -> str | None:

@@ -319,7 +319,8 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def backward_begins(self, *, retain_graph: bool) -> None:
         """Prepare for the engine's backward: begin a speculative update if a step is announced to follow it."""
-        self.rank_state.held_signals.release()
+        if not self.rank_state.in_fit:  # else a record follows at the end of the batch
+            self.rank_state.held_signals.release()
         self.retained.backward_begins(retain_graph=retain_graph)
         self.update.drain_for_residual()
         follows, self.step_follows = self.step_follows, False
