@@ -74,7 +74,8 @@ def table_of(rows: Iterable[Row], commit: str) -> str:
         joined[key] = (tries + row.tries, seconds + row.seconds)
     lines = []
     for (attack, outcome, file), (tries, seconds) in joined.items():
-        lines.append(f"| {attack}{f', {seconds:.0f} s' if seconds else ''} | {tries} | {outcome} | `{file}` | {commit} |")
+        timed = f"{attack}, {seconds:.0f} s" if seconds else attack
+        lines.append(f"| {timed} | {tries} | {outcome} | `{file}` | {commit} |")
     return "\n".join([*_HEADER, *lines])
 
 
