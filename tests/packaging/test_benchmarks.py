@@ -186,13 +186,12 @@ def test_benchmark_prints_its_table_with_the_machine(
     assert list(tmp_path.iterdir()) == []
 
 
-# Not callback and live_export: the heap settles later. Rounds 100 to 300 add 2 KB each to the one, 6 KB to the other.
 @pytest.mark.long
 @pytest.mark.parametrize(
     "action",
     [
         *("save", "validate", "evaluate", "fit", "resume", "checkpointing", "transformers", "strategy"),
-        *("export", "export_file"),
+        *("export", "export_file", "callback", "live_export"),
     ],
 )
 def test_memory_does_not_grow(action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,9 +258,8 @@ def _made(param: ZeroParameter, views: tuple[View, ...], like: torch.Tensor, off
             _extra_dispatch_keys=_autocast_of(param.device.type),
         )
     tensor.param, tensor.views = param, views
-    if "_stand_ins" not in param.__dict__:
-        param.__dict__["_stand_ins"] = weakref.WeakValueDictionary()
-    param.__dict__["_stand_ins"][id(tensor)] = tensor
+    known = param.__dict__.setdefault("_stand_ins", set())
+    known.add(weakref.ref(tensor, known.discard))  # hashes of tensors are their ids: none is compared by value
     return tensor
 
 
@@ -273,7 +272,8 @@ def _autocast_of(kind: str) -> torch._C.DispatchKeySet:
 
 def keep_values(param: ZeroParameter) -> None:
     """Copy a parameter's values into the tensors that stand for it outside of graphs, before new data is assigned."""
-    known = param.__dict__.pop("_stand_ins", {}).values()
+    refs = list(param.__dict__.pop("_stand_ins", ()))  # a tensor that ends elsewhere takes itself out of the set
+    known = [tensor for ref in refs if (tensor := ref()) is not None]
     kept = [tensor for tensor in known if not tensor.in_graph and not tensor.is_gradient and tensor.kept is None]
     if kept:
         with torch.no_grad():
