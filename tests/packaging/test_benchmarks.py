@@ -202,7 +202,8 @@ def test_memory_does_not_grow(action: str, tmp_path: Path, monkeypatch: pytest.M
     begin_in(tmp_path, monkeypatch)
     run(sys.executable, BENCHMARKS / "leaks.py", "--actions", action, "--json", "figures.json")
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"].values()
-    for figure, least in (("anonymous", 1024), ("objects", 0.5)):
+    memory = "allocated" if action == "callback" else "anonymous"  # its threads cut up the heap
+    for figure, least in ((memory, 1024), ("objects", 0.5)):
         ours, *plain = (row[figure] for row in rows)
         assert ours <= max([least, *plain]), figure
 
