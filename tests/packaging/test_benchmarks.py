@@ -186,13 +186,12 @@ def test_benchmark_prints_its_table_with_the_machine(
     assert list(tmp_path.iterdir()) == []
 
 
-# Not callback and live_export: the heap settles later. Rounds 100 to 300 add 2 KB each to the one, 6 KB to the other.
 @pytest.mark.long
 @pytest.mark.parametrize(
     "action",
     [
         *("save", "validate", "evaluate", "fit", "resume", "checkpointing", "transformers", "strategy"),
-        *("export", "export_file"),
+        *("export", "export_file", "callback", "live_export"),
     ],
 )
 def test_memory_does_not_grow(action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +202,8 @@ def test_memory_does_not_grow(action: str, tmp_path: Path, monkeypatch: pytest.M
     begin_in(tmp_path, monkeypatch)
     run(sys.executable, BENCHMARKS / "leaks.py", "--actions", action, "--json", "figures.json")
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"].values()
-    for figure, least in (("anonymous", 1024), ("objects", 0.5)):
+    memory = "allocated" if action == "callback" else "anonymous"  # its threads cut up the heap
+    for figure, least in ((memory, 1024), ("objects", 0.5)):
         ours, *plain = (row[figure] for row in rows)
         assert ours <= max([least, *plain]), figure
 

@@ -8,6 +8,7 @@ some of the files, can make one table. With ``--short`` the attacks are repeated
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.helpers.attacks import PROPERTY
 
 _REPOSITORY = Path(__file__).parents[2]
 _PAGE = _REPOSITORY / "docs" / "reliability.md"
-_HEADER = ["| attack | tries | outcome | test |", "|---|---|---|---|"]
+_HEADER = ["| attack | tries | outcome | test | commit |", "|---|---|---|---|---|"]
 
 
 class Row(NamedTuple):
@@ -59,8 +60,13 @@ class Rows:
                 self.rows.append(Row(attack, tries, "**FAILED**" if report.failed else outcome, file, seconds))
 
 
-def table_of(rows: Iterable[Row]) -> str:
-    """Return the table in Markdown. Tests of one file with the same attack and outcome share a row."""
+def table_of(rows: Iterable[Row], commit: str) -> str:
+    """Return the table in Markdown. Tests of one file with the same attack and outcome share a row.
+
+    Args:
+        rows: The rows.
+        commit: The version that was attacked.
+    """
     joined: dict[tuple[str, str, str], tuple[int, float]] = {}
     for row in sorted(rows, key=lambda row: (row.file, row.attack)):
         key = (row.attack, row.outcome, row.file)
@@ -68,7 +74,8 @@ def table_of(rows: Iterable[Row]) -> str:
         joined[key] = (tries + row.tries, seconds + row.seconds)
     lines = []
     for (attack, outcome, file), (tries, seconds) in joined.items():
-        lines.append(f"| {attack}{f', {seconds:.0f} s' if seconds else ''} | {tries} | {outcome} | `{file}` |")
+        timed = f"{attack}, {seconds:.0f} s" if seconds else attack
+        lines.append(f"| {timed} | {tries} | {outcome} | `{file}` | {commit} |")
     return "\n".join([*_HEADER, *lines])
 
 
@@ -87,7 +94,12 @@ def page_with(table: str, page: str) -> str:
 
 
 def _file_of(row: str) -> str:
-    return row.rpartition(" | ")[2]
+    return row.split(" | ")[-2]
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
+    return subprocess.run(command, cwd=_REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def files_with_attacks() -> list[str]:
@@ -108,7 +120,7 @@ def main() -> int:
     tests = [*([] if named else files_with_attacks()), *limits, *arguments.options]
     plugin = Rows()
     code = pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", *tests], plugins=[plugin])
-    table = table_of(plugin.rows)
+    table = table_of(plugin.rows, _commit())
     print(f"\n{table}")
     if arguments.write:
         _PAGE.write_text(page_with(table, _PAGE.read_text()))

@@ -124,6 +124,19 @@ def test_a_strategy_that_trains_again_keeps_nothing_of_its_first_training(tmp_pa
     assert strategy.traffic().steps == 1
 
 
+def test_reads_of_parameters_leave_nothing(tmp_path: Path) -> None:
+    """Each ``state_dict()`` within a fit makes tensors that stand for parameters; no reference outlives them."""
+    dead = []
+
+    class Reading(LitTiny):
+        def on_train_batch_end(self, *_: object) -> None:
+            self.state_dict()
+            dead.append(sum(type(each) is weakref.ref and each() is None for each in gc.get_objects()))
+
+    fit(Reading(Recipe(depth=1, width=8)), tmp_path, max_steps=4)
+    assert dead[-1] <= dead[1]
+
+
 def test_a_training_that_fails_in_forward_is_freed(tmp_path: Path) -> None:
     """DeepSpeed's stack of modules keeps none of a forward pass that was broken off."""
     module = LitTiny(Recipe(depth=1, width=8))

@@ -43,8 +43,6 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["PartitionedTensor", "keep_values", "refuse_use_of_memory"]
 
-_MANY_STAND_INS = 64
-
 
 class PartitionedTensor(StandIn):
     """A tensor whose operations gather the parameter that it stands for."""
@@ -260,11 +258,8 @@ def _made(param: ZeroParameter, views: tuple[View, ...], like: torch.Tensor, off
             _extra_dispatch_keys=_autocast_of(param.device.type),
         )
     tensor.param, tensor.views = param, views
-    known = param.__dict__.setdefault("_stand_ins", [])
-    known.append(weakref.ref(tensor))
-    if len(known) > param.__dict__.get("_many_stand_ins", _MANY_STAND_INS):
-        known[:] = [each for each in known if each() is not None]
-        param.__dict__["_many_stand_ins"] = max(_MANY_STAND_INS, 2 * len(known))  # amortised O(1)
+    known = param.__dict__.setdefault("_stand_ins", set())
+    known.add(weakref.ref(tensor, known.discard))  # hashes of tensors are their ids: none is compared by value
     return tensor
 
 
@@ -277,7 +272,8 @@ def _autocast_of(kind: str) -> torch._C.DispatchKeySet:
 
 def keep_values(param: ZeroParameter) -> None:
     """Copy a parameter's values into the tensors that stand for it outside of graphs, before new data is assigned."""
-    known = [tensor for ref in param.__dict__.pop("_stand_ins", []) if (tensor := ref()) is not None]
+    refs = list(param.__dict__.pop("_stand_ins", ()))  # a tensor that ends elsewhere takes itself out of the set
+    known = [tensor for ref in refs if (tensor := ref()) is not None]
     kept = [tensor for tensor in known if not tensor.in_graph and not tensor.is_gradient and tensor.kept is None]
     if kept:
         with torch.no_grad():
