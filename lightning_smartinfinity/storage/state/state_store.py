@@ -200,7 +200,7 @@ class StateStore:
             StorageError: A file cannot be extended.
         """
         assert self.extents.places_per_tasklet > 1 and self._stored is self._record
-        self._num_held = num_held
+        self._num_held, self._spilled = num_held, self._record
         try:
             with io_limit(self._io_timeout):
                 wanted = self._places_needed(self._assigned)
