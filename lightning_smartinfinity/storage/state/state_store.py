@@ -208,6 +208,9 @@ class StateStore:
         except BaseException:
             self._num_held = 0
             raise
+        # Otherwise a power loss could leave the first training record without any commit record, as damage does.
+        path = self._folders[0].path / COMMIT_NAME
+        self._in_time("Flushing", path, flush_records, self._folders[0].inside)
         self.records.hold()
 
     def spill(self, write: Callable[[Placement, NDArray[np.intp]], object], *, deadline: float = math.inf) -> None:
