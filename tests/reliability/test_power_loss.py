@@ -157,10 +157,13 @@ def test_a_power_loss_while_state_in_memory_is_written(seed: int, tmp_path: Path
     """Before and after every flush, the generation written before is found whole, or the new one.
 
     Without a chance that anything was written before it was flushed, the new one is found after the last flush only.
+    Before the first training record there is a commit record.
     """
     disk, case, found = RecordedDisk(tmp_path, seed=seed), CASES["at intervals"], list[dict[str, torch.Tensor]]()
     folder = disk.folder / "new"
     with running(folder, case) as run:
+        with disk.after_power_loss() as left:
+            assert seed or any(next(left.rglob("commit.bin")).read_bytes())
         known = []
         for number in range(2):
             run.step(number)

@@ -36,6 +36,7 @@ from tests.helpers.streamed_state import WRITTEN_BACK
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.waiting import lenient
 from tests.training.actions import does, fail_at, read_state
+from tests.training.asynchronous_worker import save_beside
 
 Read = list[object]
 
@@ -44,8 +45,15 @@ SOME = {"dram_cache_bytes": 100_000, "tasklet_bytes": 65_536}
 
 
 def readings(root: Path, *, overlap: str, transfer: dict[str, Any]) -> Read:
-    """Train three steps; return all that can be read after the second one, and copy the folder of the storage then."""
+    """Train three steps; return all that can be read after the second one, and copy the folder of the storage then.
+
+    A checkpoint of the first state is saved beside the training.
+    """
     found: Read = []
+
+    def save_first(trainer: Any, module: pl.LightningModule) -> None:
+        if trainer.global_step == 0:
+            save_beside(trainer, root / "first.ckpt")
 
     def read(trainer: Any, module: pl.LightningModule) -> None:
         if trainer.global_step != 2:
@@ -63,10 +71,11 @@ def readings(root: Path, *, overlap: str, transfer: dict[str, Any]) -> Read:
         root,
         overlap=overlap,
         transfer=transfer,
-        callbacks=[does(on_train_batch_end=read), evaluated],
+        callbacks=[does(on_train_batch_start=save_first, on_train_batch_end=read), evaluated],
         val_check_interval=2,
     ).strategy.close()  # type: ignore[attr-defined]
-    return [*found, files_of(root / "live"), files_of(exported(root / "saved.ckpt", root / "exported"))]
+    saved = [files_of(exported(root / f"{name}.ckpt", root / name)) for name in ("first", "saved")]
+    return [*found, files_of(root / "live"), *saved]
 
 
 @pytest.mark.parametrize(("overlap", "every", "step"), [("forward", 100, None), ("none", 1, 1)])
@@ -76,7 +85,7 @@ def test_readers_see_the_state_in_memory(
     """Parameters, validations, exports and checkpoints have the newest state; commands read the state on storage."""
     plain = readings(tmp_path / "plain", overlap=overlap, transfer={})
     held = readings(tmp_path / "held", overlap=overlap, transfer={**WRITTEN_BACK, "persist_every": every})
-    assert held == plain and len(plain) == 5
+    assert held == plain and len(plain) == 6
     main(["jobs", str(tmp_path / "held/left"), "--verify"])
     told = capsys.readouterr().out
     assert "whole" in told and (f"resumable, step {step}" in told) == ("resumable" in told) == (step is not None)

@@ -227,13 +227,17 @@ def test_a_checkpoint_without_weights() -> None:
     assert "x" in trainer.callback_metrics
 
 
-@pytest.mark.seam("a resume finds complete checkpoints", "There are _should_remove_checkpoint and _remove_checkpoint.")
+@pytest.mark.seam(
+    "a resume finds complete checkpoints",
+    "There are _should_skip_saving_checkpoint, _should_remove_checkpoint and _remove_checkpoint.",
+)
 def test_the_index_of_a_model_checkpoint() -> None:
     """ModelCheckpoint.state_dict has the index; _last_checkpoint_saved and _last_global_step_saved are attributes."""
     callback = ModelCheckpoint()
     assert {*callback.state_dict()} == {*_FIELDS, "monitor", "dirpath"}
     assert all(callback.state_dict()[name] is getattr(callback, name) for name in _FIELDS)
     assert (callback._last_checkpoint_saved, callback._last_global_step_saved) == ("", 0)
+    assert passed(callback._should_skip_saving_checkpoint) == ["trainer"]
     assert passed(callback._should_remove_checkpoint) == ["trainer", "previous", "current"]
     assert passed(callback._remove_checkpoint) == ["trainer", "filepath"]
     assert "trainer.strategy.remove_checkpoint(filepath)" in inspect.getsource(ModelCheckpoint._remove_checkpoint)

@@ -155,6 +155,7 @@ class CheckpointIndex:
         self._trainer, self._jobs = trainer, jobs
         # Keyed by id: a callback's state_key changes with its settings, which may change during training.
         self._entries = {id(one): [_present(one)] for one in model_checkpoints(trainer)}
+        self._restored: dict[int, int] = {}  # steps of the newest complete checkpoints when the fit resumed
 
     def begin_save(self, callback: ModelCheckpoint, path: str, *, link_to: str | None = None) -> None:
         """Record the start of a save that the callback has already added to its index.
@@ -214,8 +215,12 @@ class CheckpointIndex:
                     callback._remove_checkpoint(self._trainer, path)
         newest = entries[-1]
         callback._last_checkpoint_saved, callback._last_global_step_saved = newest.saved, newest.step
-        self._entries[id(callback)] = [newest]
+        self._entries[id(callback)], self._restored[id(callback)] = [newest], newest.step
         return newest.fields
+
+    def is_behind(self, callback: ModelCheckpoint) -> bool:
+        """Return whether the fit resumed with a complete checkpoint of the present step or a later one."""
+        return self._trainer.global_step <= self._restored.get(id(callback), -1)
 
     def _settled(self, callback: ModelCheckpoint) -> list[_Entry]:
         """Drop a callback's entries older than the newest valid one, and return the rest."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_folders", "save_after_errors_together", "save_beside_training", "save_in_turn"]
 
-_PATCHES = ("_save_checkpoint", "file_exists", "_link_checkpoint", "on_exception")
+_PATCHES = ("_save_checkpoint", "file_exists", "_link_checkpoint", "_should_skip_saving_checkpoint", "on_exception")
 
 
 def check_folders(trainer: pl.Trainer) -> None:
@@ -86,6 +86,7 @@ def save_beside_training(
     ]
     for callback in model_checkpoints(trainer):
         callback._link_checkpoint = partial(beside.link, callback)  # type: ignore[method-assign]
+        callback._should_skip_saving_checkpoint = partial(beside.skips, callback)  # type: ignore[method-assign]
         goes_on = any(callback is one for one in callbacks)  # a subclass may define ==
         callback._save_checkpoint = partial(beside.save, callback, may_go_on=goes_on)  # type: ignore[method-assign]
     for callback in callbacks:
@@ -143,6 +144,10 @@ class _Beside:
         self._record()
         yield
         self._index.end_save(callback)
+
+    def skips(self, callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
+        """Return whether nothing is to be saved now; what was saved before a kill is not saved again."""
+        return self._index.is_behind(callback) or type(callback)._should_skip_saving_checkpoint(callback, trainer)
 
     def exists(self, callback: ModelCheckpoint, filepath: str, trainer: pl.Trainer) -> bool:
         """Return whether a path will exist after all saves; ModelCheckpoint chooses file names by it. Collective."""

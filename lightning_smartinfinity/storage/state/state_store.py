@@ -200,7 +200,7 @@ class StateStore:
             StorageError: A file cannot be extended.
         """
         assert self.extents.places_per_tasklet > 1 and self._stored is self._record
-        self._num_held = num_held
+        self._num_held, self._spilled = num_held, self._record
         try:
             with io_limit(self._io_timeout):
                 wanted = self._places_needed(self._assigned)
@@ -208,6 +208,9 @@ class StateStore:
         except BaseException:
             self._num_held = 0
             raise
+        # Otherwise a power loss could leave the first training record without any commit record, as damage does.
+        path = self._folders[0].path / COMMIT_NAME
+        self._in_time("Flushing", path, flush_records, self._folders[0].inside)
         self.records.hold()
 
     def spill(self, write: Callable[[Placement, NDArray[np.intp]], object], *, deadline: float = math.inf) -> None:
