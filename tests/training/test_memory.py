@@ -23,9 +23,9 @@ WINDOW_BYTES = 16 * MIB
 RING_BYTES = NUM_BUFFERS * TASKLET_BYTES
 # Training holds a 16-bit parameter and its 16-bit gradient; optimizer state in memory would add 12 bytes.
 BYTES_PER_PARAMETER = 4
-# Measurements gave 4.02 to 4.52: either peak may have one layer more, gathered ahead, which is 0.4. A further copy of
-# the parameters, in 16 bits, would add 2.
-TOLERANCE = 1.0
+# Measurements gave 4.0 to 4.5 on one machine and 3.6 to 6.9 on another: as threads come, up to all layers of such small
+# models are gathered at a time, which adds 2. One array of the state in fp32 would add 4.
+LEAST, MOST = -1.0, 3.5
 # This covers thread stacks and library pages that training touches first, a bucket and a gradient. 70 MB were seen. A
 # quarter of the smaller state would not fit beside them.
 CONSTANT_BYTES = 128 * MIB
@@ -46,7 +46,7 @@ def test_peak_grows_with_parameters_only(figures: list[dict[str, Any]]) -> None:
     """A deeper model takes 4 B more per parameter, and none of the 12 B of its optimizer state."""
     large, small = figures
     slope = (large["peak"] - small["peak"]) / (large["state_numel"] - small["state_numel"])
-    assert abs(slope - BYTES_PER_PARAMETER) < TOLERANCE
+    assert LEAST < slope - BYTES_PER_PARAMETER < MOST
 
 
 def test_ring_does_not_depend_on_the_model(figures: list[dict[str, Any]]) -> None:
