@@ -205,7 +205,8 @@ def committed_records(folder: OpenFolder, manifest: Manifest) -> list[TrainingRe
 def lost_residual(folder: OpenFolder, manifest: Manifest) -> str | None:
     """Return a sentence about a residual without which no record of a step is left; None if there is no such one.
 
-    A kill within its write leaves the record before, whose residual is whole and whose generation is not overwritten.
+    A kill within its write leaves the record before, whose residual is whole and whose generation is not overwritten,
+    unless it is the first record.
 
     Args:
         folder: The rank's first folder.
@@ -216,7 +217,7 @@ def lost_residual(folder: OpenFolder, manifest: Manifest) -> str | None:
     """
     committed = {record.generation for record in records_of(folder, manifest).intact}
     records = read_training_records(folder, identity=manifest.identity)
-    lost = next((record for record in records if record.has_steps and record.generation in committed), None)
+    lost = next((record for record in records if record.number > 1 and record.generation in committed), None)
     residual = None if lost is None else residual_of(lost, manifest.identity)
     if lost is None or residual is None or committed_records(folder, manifest):
         return None
