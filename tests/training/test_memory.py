@@ -23,8 +23,8 @@ WINDOW_BYTES = 16 * MIB
 RING_BYTES = NUM_BUFFERS * TASKLET_BYTES
 # Training holds a 16-bit parameter and its 16-bit gradient; optimizer state in memory would add 12 bytes.
 BYTES_PER_PARAMETER = 4
-# Measurements gave 4.0 to 4.5 on one machine and 3.6 to 6.9 on another: as threads come, up to all layers of such small
-# models are gathered at a time, which adds 2. One array of the state in fp32 would add 4.
+# Measurements gave 4.0 to 4.5 on one machine and 3.6 to 6.9 on another, where the peak is within backward. Layers that
+# are gathered ahead explain a part of that. One array of the state in fp32 would add 4.
 LEAST, MOST = -1.0, 3.5
 # This covers thread stacks and library pages that training touches first, a bucket and a gradient. 70 MB were seen. A
 # quarter of the smaller state would not fit beside them.
