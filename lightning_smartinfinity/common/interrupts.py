@@ -60,6 +60,7 @@ class HeldSignals:
     def takes(self, number: int, handle: Callable[[], Any]) -> bool:
         """Return whether a signal of this number is held back, and keep what handles it."""
         if not self._holds or self._waiting is not None:
+            self.drop()  # handling one is enough: another one would interrupt what the first one lets end
             return False
         self._waiting = handle
         self._timer = threading.Timer(_LONGEST, os.kill, (os.getpid(), number))

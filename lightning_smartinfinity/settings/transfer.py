@@ -67,7 +67,7 @@ JOB_NAME = Rule(
 
 
 INTERVAL_SHARE = 20
-"""State in memory is written to storage for at most one part in so many of the training's time."""
+"""The training's time divided by this is the most that writing state in memory to storage may take."""
 
 
 @named_settings

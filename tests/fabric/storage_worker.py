@@ -36,7 +36,7 @@ class FabricRun:
     kill_after: float = 0.0  # seconds after that step has begun
     fail_step: int = -1  # the step behind which the loop raises
     exits: bool = False  # whether it calls sys.exit there instead, as a handler of SIGTERM may
-    term_step: int = -1  # the step behind which, and before whose record, it gets SIGTERM
+    term_step: int = -1  # it gets SIGTERM after this step, before the step has its record
     save_step: int = -1  # the step behind which the loop saves saved.ckpt
     record_every: int = 1
     options: dict[str, Any] = field(default_factory=dict)

@@ -254,11 +254,16 @@ def test_a_slow_disk_makes_the_interval_longer(
     )
 
 
-@pytest.mark.parametrize("ends", ["by its release", "by itself"])
+@pytest.mark.parametrize("ends", ["by its release", "by itself", "by another"])
 def test_ctrl_c_is_held_back_for_a_moment(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if nothing follows the step that held it; a signal that was dropped does not come later."""
     monkeypatch.setattr(interrupts, "_LONGEST", 0.05)
     before, held = signal.signal(signal.SIGINT, signal.default_int_handler), interrupts.HeldSignals()
+    end: Callable[[], object] = {
+        "by its release": held.release,
+        "by itself": lambda: time.sleep(60),
+        "by another": lambda: signal.raise_signal(signal.SIGINT),
+    }[ends]
     try:
         for _ in range(2):
             held.hold()
@@ -267,8 +272,9 @@ def test_ctrl_c_is_held_back_for_a_moment(ends: str, monkeypatch: pytest.MonkeyP
         held.hold()
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            held.release() if ends == "by its release" else time.sleep(60)
+            end()
         time.sleep(0.1)
+        held.release()
     finally:
         held.drop()
         signal.signal(signal.SIGINT, before)

@@ -140,7 +140,7 @@ def straight_with_validations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("how", "step", "overlap", "transfer", "lost"),
     [
-        ("kill at batch start", 4, "backward", {}, 0),  # behind a checkpoint that was saved beside the training
+        ("kill at batch start", 4, "backward", {}, 0),  # after a checkpoint was saved beside the training
         ("kill at batch start", 4, "forward", {"dram_cache_bytes": 100_000}, 0),
         ("kill at saved batch end", 4, "none", {"dram_cache_bytes": 100_000}, 2),  # the save before stays
         ("kill at saved batch end", 4, "forward", {}, 2),

@@ -214,7 +214,7 @@ class LimitedCalls:
         self._seconds = seconds
 
     def within(self, seconds: float) -> LimitedCalls:
-        """Return an object whose calls take at most so many seconds, even if the disk works meanwhile."""
+        """Return a copy with a limit of so many seconds for each call, however long the disk still works."""
         if seconds == math.inf:
             return self
         limited = copy.copy(self)

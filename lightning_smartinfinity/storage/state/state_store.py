@@ -405,7 +405,7 @@ class StateStore:
 
     @property
     def can_revert(self) -> bool:
-        """Whether a commit keeps the generation before, unless it changed state that is in memory only."""
+        """Whether the files have places for the generation before the last commit."""
         return self.extents.places_per_tasklet > 1
 
     def lose(self, error: BaseException) -> None:
