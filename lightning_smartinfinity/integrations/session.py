@@ -515,7 +515,7 @@ class TrainingSession(ABC):
         end_watch(self._watch)
         if optimizer is not None:
             if optimizer.rank_state.in_fit:  # an evaluation after the training does not change its outcome
-                optimizer.rank_state.keeping.completed = completed
+                optimizer.rank_state.keeping.end(completed=completed)
             optimizer.rank_state.in_fit = False
             optimizer.idle = self  # as long as the module exists: another training may start from its masters
             if optimizer.rank_state.activations is not None:

@@ -22,11 +22,12 @@ from lightning_smartinfinity.pipeline.parameters.partitions import ParameterMemo
 from lightning_smartinfinity.pipeline.parameters.staging_buffer import StagingBuffer
 from lightning_smartinfinity.pipeline.rules import UpdateRule
 from lightning_smartinfinity.pipeline.state.pinned_state import PinnedState
-from lightning_smartinfinity.pipeline.state.state_access import StateAccess, Together, committing
+from lightning_smartinfinity.pipeline.state.state_access import StateAccess, committing
 from lightning_smartinfinity.pipeline.step import Step
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.storage import StateStore
 from lightning_smartinfinity.storage.records.training_record import TrainingRecord
+from lightning_smartinfinity.storage.state.state_store import Together
 
 __all__ = ["TransferHandler"]
 
@@ -161,6 +162,10 @@ class TransferHandler:
         self._require_no_step()
         self._store.write_back(self._layout.num_resident)
 
+    def write_through(self) -> None:
+        """Undo :meth:`write_back`, before the first step."""
+        self._store.write_through()
+
     @property
     def is_stored(self) -> bool:
         """Whether the current generation is complete on storage."""
@@ -205,11 +210,17 @@ class TransferHandler:
         """Whether the training record made last is of the current generation."""
         return self._store.is_recorded
 
-    def persist(self, *, deadline: float = math.inf) -> None:
+    @property
+    def num_records(self) -> int:
+        """Number of training records made: where all ranks have the same, their last records belong together."""
+        return self._store.records.num_made
+
+    def persist(self, *, deadline: float = math.inf, together: Together = nullcontext) -> None:
         """Complete the current generation on storage, with its training record, if that was made.
 
         Args:
             deadline: Time of ``time.monotonic`` by which writing must be done.
+            together: As for :meth:`commit`. Without it, another rank may complete the generation alone.
 
         Raises:
             StorageTimeoutError: It would take until after the deadline.
@@ -217,16 +228,20 @@ class TransferHandler:
                 unchanged.
         """
         self._require_no_step()
-        self._store.persist(partial(self._access.write_resident, deadline=deadline), deadline=deadline)
+        write = partial(self._access.write_resident, deadline=deadline)
+        self._store.persist(write, deadline=deadline, together=together)
 
-    def spill(self) -> None:
+    def spill(self, *, together: Together = nullcontext) -> None:
         """Write state in memory to storage, for :meth:`pin`; the complete generation there stays.
+
+        Args:
+            together: As for :meth:`commit`.
 
         Raises:
             StorageError: It could not be written.
         """
         self._require_no_step()
-        self._store.spill(self._access.write_resident)
+        self._store.spill(self._access.write_resident, together=together)
 
     @property
     def has_direct_io(self) -> bool:

@@ -71,7 +71,7 @@ class Training:
             None: DeepSpeed's defaults.
         cache_bytes: Bytes of optimizer state that each process keeps in host memory.
         interval: Optimizer steps (int) or seconds (float) between two writes of that state to storage
-            (``TransferConfig.interval``) in a training of one process. None: it is written in every step.
+            (``TransferConfig.interval``). None: it is written in every step.
         bucket_numel: Elements of the bucket in which gradients are reduced.
         accumulate_in: Dtype in which gradients of several micro-batches are added: ``"fp32"`` or the ``"parameters"``'.
         num_buffers: Number of ring buffers.
@@ -176,8 +176,7 @@ class Training:
     @property
     def writes_back(self) -> bool:
         """Whether state in host memory is written to storage at an interval; the other state then has a third place."""
-        is_alone = self.processes * self.nodes == 1
-        return self.cache_bytes > 0 and self.interval is not None and self.places > 1 and is_alone
+        return self.cache_bytes > 0 and self.interval is not None and self.places > 1
 
     @property
     def saves_beside(self) -> bool:

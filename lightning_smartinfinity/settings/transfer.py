@@ -113,8 +113,8 @@ class TransferConfig:
             the parameters' dtype. In 16 bit, gradients use half of the memory and are rounded after each addition.
         durability: How much of a training a kill may lose. ``"interval"``: state in host memory is written to storage
             only every ``persist_every``; the generation written then stays whole on storage until the next one is, and
-            an interrupted training resumes from it. State on storage has a third place for that. With several
-            processes, without state in host memory or room for third places, and if SmartSSDs update, it acts as
+            an interrupted training resumes from it. State on storage has a third place for that. Where some process has
+            no state in host memory or no room for third places, and if SmartSSDs update, it acts as
             ``"step"``. ``"step"`` (all state is written in every step: a kill loses at most one step, and a failed step
             is rolled back), ``"power"`` (also after a power loss: every step flushes the device) or ``"none"`` (one
             place for each tasklet, and state in host memory is never written: training resumes from checkpoints only).
@@ -123,7 +123,7 @@ class TransferConfig:
             most a twentieth of the training's time.
         flush_timeout: With ``durability="interval"``, seconds that writing state in host memory to storage may take
             when a training is interrupted, by an error, Ctrl-C or SIGTERM. State that needs longer is not written, and
-            the training resumes from the generation before.
+            the training resumes from the generation before. So it does if several processes end after different steps.
         direct_io: ``"on"`` (O_DIRECT or an error), ``"off"`` (through the page cache) or ``"auto"`` (O_DIRECT if the
             file system supports it, otherwise a warning).
         io_timeout: Seconds after which an unanswered read or write is abandoned with a StorageTimeoutError: above 0,

@@ -272,6 +272,8 @@ CHANGE: dict[str, tuple[Any, str]] = {
 """Moments of a change to another number of processes, each with the function that begins it."""
 CALLS = {
     **CHANGE,
+    "record of an interval": (TrainingRecords, "_store"),  # of the run's number
+    "commit of an interval": (StateStore, "_complete"),  # likewise
     "load": (storage, "recover_for_training"),
     "link": (ModelCheckpoint, "_link_checkpoint"),  # of the run's number
 }
@@ -283,7 +285,7 @@ def kill_at_call(run: StorageRun) -> None:
     do, numbers = getattr(owner, name), itertools.count(1)
 
     def die_or_do(*args: Any, **kwargs: Any) -> Any:
-        is_due = next(numbers) == run.kill_step or name != "_link_checkpoint"
+        is_due = next(numbers) == max(run.kill_step, 1)
         if is_due and torch.distributed.get_rank() == run.kill_rank:
             kill(run)
         return do(*args, **kwargs)

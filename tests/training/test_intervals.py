@@ -28,6 +28,7 @@ from lightning_smartinfinity.storage import find_resumable
 from lightning_smartinfinity.storage.io.files import LimitedCalls
 from lightning_smartinfinity.storage.state.capacities import Capacities
 from lightning_smartinfinity.storage.state.state_store import StateStore
+from lightning_smartinfinity.zero3.optimizer import persistence
 from lightning_smartinfinity.zero3.optimizer.persistence import Persistence, begin_write_back
 from tests.export.models import LitModel, exported, files_of
 from tests.helpers.models import LitTiny, Recipe
@@ -242,12 +243,14 @@ def test_a_slow_disk_makes_the_interval_longer(
         written.append(step)
 
     handler = mock.Mock(is_stored=False, persist=persist)
-    persistence = Persistence(mock.Mock(handler=handler), interval=interval, clock=lambda: now)
+    with seen_by_rank(0, of=1):
+        alone = Persistence(mock.Mock(handler=handler), interval=interval, group=None, clock=lambda: now)
     for step in range(40):
         now += 10.0
         handler.num_steps = step + 1
         if len(written) < len(seconds):
-            persistence.write()
+            with seen_by_rank(0, of=1):
+                alone.write()
     assert written == steps
     assert (
         caplog.text.count("State in host memory took 10.0 s to be written to storage, so this is done every 190") == 1
@@ -313,20 +316,54 @@ def test_storage_without_room_for_a_third_place(tmp_path: Path) -> None:
         fit_with(StorageError("The disk is broken.", "Mend it."))
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "num_resident", "reason"),
-    [(1, 0, "no state is in host memory"), (2, 5, "2 processes are training")],
-)
-def test_where_an_interval_does_not_work(
-    num_ranks: int, num_resident: int, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """All state is written in every step there, and the log says so."""
+def test_no_state_in_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """All state is written in every step then, and the log says so; also if this is so on another rank."""
     caplog.set_level("INFO")
-    handler = mock.Mock(num_resident=num_resident)
-    with mock.patch.multiple(dist, get_world_size=lambda group: num_ranks, get_rank=lambda group: 0):
+    for num_resident, others, where in ((0, 0, ""), (5, 1, " of some rank")):
+        handler = mock.Mock(num_resident=num_resident)
+        with (
+            seen_by_rank(0, of=1 + others),
+            mock.patch.object(persistence, "sum_over_ranks", return_value=others or 1),
+        ):
+            begin_write_back(handler, TransferConfig(durability="interval"), None)
+        assert f"which writes all optimizer state in every step: no state is in host memory{where}." in caplog.text
+        handler.write_back.assert_not_called()
+
+
+def test_another_rank_has_no_room() -> None:
+    """Then no rank writes back, and rank 0 says so."""
+    handler = mock.Mock(num_resident=5)
+    agreed = {"sum_over_ranks": lambda own, _: own, "gather": lambda own, _: [own, "It is full."]}
+    with (
+        seen_by_rank(0, of=2),
+        mock.patch.multiple(persistence, **agreed, raising_together=lambda _: nullcontext()),
+        pytest.warns(UserWarning, match="works as 'step'.* no room for a third place of state. It is full"),
+    ):
         begin_write_back(handler, TransferConfig(durability="interval"), None)
-    assert f"works as 'step', which writes all optimizer state in every step: {reason}." in caplog.text
-    handler.write_back.assert_not_called()
+    assert [call[0] for call in handler.method_calls] == ["write_back", "write_through"]
+
+
+def test_rank_zero_decides() -> None:
+    """Other ranks write when it says so, whatever their clocks say, and only if all can."""
+    for rank in range(2):
+        handler = mock.Mock(is_stored=False)
+        with seen_by_rank(rank, of=2), mock.patch.object(persistence, "sum_over_ranks", lambda own, _: own):
+            decides = Persistence(mock.Mock(handler=handler), interval=3, group=None)
+            heard = []
+            for step in range(8):
+                handler.num_steps = step
+                heard.append(decides.announce())
+                decides.hear(announced=step in (3, 4, 6))
+                handler.may_persist = step != 3
+                handler.num_steps = step + 1
+                decides.write()
+                assert handler.persist.call_count == sum(step >= written for written in (4, 6)), step
+        assert heard == ([step in (2, 3, 4) for step in range(8)] if rank == 0 else [False] * 8)
+
+
+def seen_by_rank(rank: int, *, of: int) -> Any:
+    """Return a context in which this process is a rank of several."""
+    return mock.patch.multiple(dist, get_world_size=lambda group: of, get_rank=lambda group: rank)
 
 
 @pytest.mark.parametrize("how", ["step", "change"])

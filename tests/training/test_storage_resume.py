@@ -183,6 +183,60 @@ def test_what_an_end_loses(
     assert bool(saved) == how.startswith("kill") and not any("-v" in name for name in saved)
 
 
+BY_TWO: dict[str, Any] = {**AT_INTERVALS, "devices": 2}
+
+
+@pytest.fixture(scope="module")
+def straight_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a fit of two processes that nothing interrupts, all of whose state passes the drive."""
+    folder = tmp_path_factory.mktemp("straight")
+    run(folder, **BY_TWO, ends=0)
+    return folder
+
+
+SOME = {"dram_cache_bytes": 100_000}
+
+
+@pytest.mark.parametrize(
+    ("how", "step", "rank", "overlap", "settings", "lost"),
+    [
+        ("kill at batch start", 5, 1, "none", {"persist_every": 2}, 1),
+        ("kill at batch start", 7, 0, "forward", {"persist_every": 3, **SOME}, 1),
+        ("kill at record of an interval", 2, 0, "backward", {"persist_every": 2}, 2),
+        ("kill at commit of an interval", 2, 1, "none", {"persist_every": 2, **SOME}, 2),
+        ("kill at saved batch end", 4, 1, "forward", {"persist_every": 100}, 2),  # the save before stays
+        ("kill at batch start", 3, 0, "none", {"persist_every": 1, "fails": [1, 2, 3]}, 2),  # one rank cannot write
+        ("kill at batch start", 5, 1, "none", {"persist_every": 1, "fails": [0, 2, 3], **SOME}, 0),
+        ("error at backward", 5, 0, "forward", {"persist_every": 3, **SOME}, 2),  # on one rank
+        ("term at batch end", 5, 1, "forward", {"persist_every": 100, **SOME}, 0),  # and then on both
+        ("term at validation", 6, 0, "backward", {"persist_every": 100}, 0),
+    ],
+)
+def test_what_an_end_of_two_processes_loses(
+    how: str,
+    step: int,
+    rank: int,
+    overlap: str,
+    settings: dict[str, Any],
+    lost: int,
+    straight_by_two: Path,
+    tmp_path: Path,
+) -> None:
+    """A generation counts when both processes have it; after an error on one, the last one that both have stays."""
+    fails, transfer = settings.get("fails", []), {key: value for key, value in settings.items() if key != "fails"}
+    settings = {**BY_TWO, "options": {"overlap": overlap}, "transfer": {**WRITTEN_BACK, **transfer}}
+    if "saved" in how:
+        settings["checkpoints"] = [{"every_n_train_steps": 2, "save_top_k": -1}]
+    _, output = run(tmp_path, kill_at=how, kill_step=step, kill_rank=rank, fails=fails, **settings)
+    is_told = "not all processes have ended after the same step" in output
+    assert is_told == (lost > 0) or how.startswith("kill"), output[-4000:]
+    assert ("It comes from rank" in output and "A kill would lose" in output) == bool(fails), output[-4000:]
+    ended = max(steps_of(tmp_path)) if steps_of(tmp_path) else 0
+    assert_resumes(tmp_path, straight_by_two, **settings)
+    numbers = [int(line.split()[0]) for line in (tmp_path / "steps-0.txt").read_text().splitlines()]
+    assert numbers == [*range(1, ended + 1), *range(ended + 1 - lost, 10)]
+
+
 def test_one_script_is_its_own_restart(straight: Path, tmp_path: Path, attack: Attack) -> None:
     """The same command begins, resumes after kills and a signal, and ends as one that nothing interrupted."""
     attack("kill or SIGTERM of a script with ckpt_path='storage-or-new'", tries=3, outcome="resumed to the bit")
@@ -246,7 +300,7 @@ USUAL = {
             id="-".join(map(str, case)).replace(" ", "-"),
         )
         for case in itertools.product(WHERE, STATE_FORMATS, ("none", "forward", "backward"), (1, 2))
-        if (STATE_FORMATS[case[1]].on_cards or "cards" not in case[0]) and ("interval" not in case[0] or case[3] == 1)
+        if STATE_FORMATS[case[1]].on_cards or "cards" not in case[0]
     ],
 )
 def test_a_killed_fit_resumes_wherever_the_state_is_stored(

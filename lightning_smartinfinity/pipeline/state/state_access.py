@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,9 @@ from lightning_smartinfinity.pipeline.state.windows import Window, WindowWalk
 from lightning_smartinfinity.pipeline.state.work import array_batch, start_batch
 from lightning_smartinfinity.storage import StateStore
 from lightning_smartinfinity.storage.spread import Placement
+from lightning_smartinfinity.storage.state.state_store import Together
 
-__all__ = ["StateAccess", "Together", "commit_next", "committing", "places_of"]
-
-Together = Callable[[], AbstractContextManager[object]]
-"""Makes a context whose exit raises if its body raised in another process of the training."""
+__all__ = ["StateAccess", "commit_next", "committing", "places_of"]
 
 _FP32_BYTES = 4
 _TASKLETS_AT_ONCE = 64  # between looks at the time

@@ -65,11 +65,23 @@ class TrainingRecords:
         self._before: TrainingRecord | None = None  # the one before the current one
         self._ended: TrainingRecord | None = None  # that end() has put off
         self._residual: NDArray[np.float32] | None = None  # that of the current record, until its write begins
+        self._num_made = 0
+        # That storing() replaced, and the current one before it.
+        self._replaced: tuple[TrainingRecord | None, TrainingRecord | None] = None, None
         self._residual_write: ResidualWrite | None = None
+
+    @property
+    def num_made(self) -> int:
+        """Number of records made, whether they were written or not."""
+        return self._num_made
 
     def hold(self) -> None:
         """Let :meth:`write` only keep records in memory from now on, and flush those that :meth:`storing` writes."""
         self.holds, self._options = True, replace(self._options, flush=True)
+
+    def write_at_once(self) -> None:
+        """Undo :meth:`hold`, before a record was made."""
+        self.holds, self._options = False, replace(self._options, flush=False)
 
     def write(
         self,
@@ -111,6 +123,7 @@ class TrainingRecords:
             self.nbytes += self._in_time("Writing the training record", self._path, self._write, record)
             self.stored = record
         self._before, self.current, self._residual = self.current, record, residual
+        self._num_made += 1
 
     @contextmanager
     def storing(self, is_committed: Callable[[], bool]) -> Iterator[None]:
@@ -123,20 +136,27 @@ class TrainingRecords:
             StorageError: They could not be written. The record before is intact.
         """
         assert self.holds and self.current is not None
-        before, held = self.stored, self.current
+        held = self.current
         number = held.number if self._last_number is None else self._last_number + 1
         self._last_number, self._last_generation = number, held.generation
+        self._replaced = self.stored, held
         try:
             self._store(replace(held, number=number))
             yield
         except BaseException:
             if is_committed():  # an interrupt
                 raise
-            self.stored, self.current = before, held
-            self._last_number = number + 1  # skipped, so that the next record replaces this one
-            with suppress(StorageError):
-                self._in_time("Erasing the training record", self._path, self._erase, number)
+            self.undo_storing()
             raise
+
+    def undo_storing(self) -> None:
+        """Erase the record that :meth:`storing` has written last: its generation is not the one on storage."""
+        number = self._last_number
+        assert number is not None
+        self.stored, self.current = self._replaced
+        self._last_number = number + 1  # skipped, so that the next record replaces this one
+        with suppress(StorageError):
+            self._in_time("Erasing the training record", self._path, self._erase, number)
 
     def renumber(self, before: int, generation: int) -> None:
         """Give the generation of the current record, if it is that before, another number; none of it was written."""

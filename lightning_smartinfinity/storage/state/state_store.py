@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.settings import IO_TIMEOUT
 from lightning_smartinfinity.storage.extents import ExtentMap, blocks_of
 from lightning_smartinfinity.storage.folders.direct import open_state_file
@@ -31,7 +31,10 @@ from lightning_smartinfinity.storage.state.capacities import Capacities
 from lightning_smartinfinity.storage.state.commit_record import CommitRecord, erase_record, flush_records, write_record
 from lightning_smartinfinity.storage.state.pin import Pin
 
-__all__ = ["StateStore"]
+__all__ = ["StateStore", "Together"]
+
+Together = Callable[[], AbstractContextManager[object]]
+"""Makes a context that raises on every rank if its body raised on one; ``nullcontext`` for one rank."""
 
 
 class StateStore:
@@ -213,7 +216,19 @@ class StateStore:
         self._in_time("Flushing", path, flush_records, self._folders[0].inside)
         self.records.hold()
 
-    def spill(self, write: Callable[[Placement, NDArray[np.intp]], object], *, deadline: float = math.inf) -> None:
+    def write_through(self) -> None:
+        """Undo :meth:`write_back`, before another generation was committed."""
+        assert self._record is self._stored
+        self._num_held = 0
+        self.records.write_at_once()
+
+    def spill(
+        self,
+        write: Callable[[Placement, NDArray[np.intp]], object],
+        *,
+        deadline: float = math.inf,
+        together: Together = nullcontext,
+    ) -> None:
         """Write the current generation's extents to storage, unless they are there, without a commit record.
 
         Its number may become one higher: the number's parity selects the half of commit.bin, and the other half holds
@@ -222,9 +237,10 @@ class StateStore:
         Args:
             write: Function that writes the extents of some tasklets from memory to their places in a placement.
             deadline: Time of ``time.monotonic`` by which the extents must be flushed.
+            together: Context entered around the writes, unless the extents are there.
 
         Raises:
-            StorageError: They could not be written.
+            StorageError: They could not be written, or ``together`` raised.
         """
         if self.is_spilled:
             return
@@ -232,11 +248,12 @@ class StateStore:
         distance = self.generation - self._stored.generation
         self._record = replace(before, generation=self.generation + (distance + 1) % 2)
         try:
-            (changed,) = np.nonzero(self.tasklet_generations != self._stored.tasklet_generations)
-            changed = changed[changed < self._num_held]
-            placement = self.placement.after(self._placement(first=0), changed)
-            write(placement, changed)
-            self._flush_files(self._in_time.within(deadline - time.monotonic()))
+            with together():
+                (changed,) = np.nonzero(self.tasklet_generations != self._stored.tasklet_generations)
+                changed = changed[changed < self._num_held]
+                placement = self.placement.after(self._placement(first=0), changed)
+                write(placement, changed)
+                self._flush_files(self._in_time.within(deadline - time.monotonic()))
         except BaseException:  # an interrupt as well
             self._record = before
             raise
@@ -248,21 +265,36 @@ class StateStore:
         """Whether all extents of the current generation are on storage."""
         return self._spilled.generation == self.generation
 
-    def persist(self, write: Callable[[Placement, NDArray[np.intp]], object], *, deadline: float = math.inf) -> None:
+    def persist(
+        self,
+        write: Callable[[Placement, NDArray[np.intp]], object],
+        *,
+        deadline: float = math.inf,
+        together: Together = nullcontext,
+    ) -> None:
         """Complete the current generation on storage, so that it survives a power loss, with its training record.
 
         Args:
             write: As for :meth:`spill`.
             deadline: As for :meth:`spill`.
+            together: Context entered around writing the extents, and again around writing the records. Until it has
+                been left, the generation before is whole: a kill between two ranks' records leaves that to both.
 
         Raises:
-            StorageError: It could not be written. The generation before stays.
+            StorageError: It could not be written, or ``together`` raised. The generation before stays.
         """
-        self.spill(write, deadline=deadline)
-        # Should a record stay, it names places that are written to again, and recovery takes the generation before.
-        has_record = self.is_recorded
-        with self.records.storing(self._is_complete) if has_record else nullcontext():
-            self._complete(self._spilled)
+        self.spill(write, deadline=deadline, together=together)
+        has_record, before = self.is_recorded, (self._record, self._stored)
+        try:
+            with together(), self.records.storing(self._is_complete) if has_record else nullcontext():
+                self._complete(self._spilled)
+        except SmartInfinityError:
+            if self._is_complete():  # another rank failed
+                self._record, self._stored = before
+                self._erase_spilled()
+                if has_record:
+                    self.records.undo_storing()
+            raise
         if not has_record:
             with suppress(StorageError):
                 self.records.complete_end()
@@ -276,10 +308,14 @@ class StateStore:
             self._record = self._stored = record
         except BaseException:
             if self._stored is not record:
-                inside, path = self._folders[0].inside, self._folders[0].path / COMMIT_NAME
-                with suppress(StorageError):
-                    self._in_time("Erasing the commit record", path, erase_record, inside, record, flush=False)
+                self._erase_spilled()
             raise
+
+    def _erase_spilled(self) -> None:
+        # Should the record stay, it names places that are written to again, and recovery takes the generation before.
+        inside, path = self._folders[0].inside, self._folders[0].path / COMMIT_NAME
+        with suppress(StorageError):
+            self._in_time("Erasing the commit record", path, erase_record, inside, self._spilled, flush=False)
 
     def pin(self) -> Pin:
         """Keep later generations from the places of this one until they are released. Between generations only.

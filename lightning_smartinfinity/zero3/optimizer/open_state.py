@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from lightning_smartinfinity.pipeline.gradients.arena import GradientArena
@@ -18,7 +20,7 @@ from lightning_smartinfinity.storage.io.os_errors import storage_errors
 from lightning_smartinfinity.zero3.optimizer.persistence import begin_write_back
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from lightning_smartinfinity.zero3.parameters.partition import Partition, describe_partition
-from lightning_smartinfinity.zero3.ranks.collectives import raising_together
+from lightning_smartinfinity.zero3.ranks.collectives import all_come, raising_together, writing_group
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.setup.activations import open_activations
 from lightning_smartinfinity.zero3.setup.archiving import put_together
@@ -91,6 +93,8 @@ def open_state(
     )
     rank_state.hold_handler(handler)
     begin_write_back(handler, offload.transfer, group)
+    if handler.writes_back and dist.get_world_size(group) > 1:
+        rank_state.keeping.all_come = partial(all_come, group=writing_group())
     link = link_to(torch.device(get_accelerator().current_device_name()))
     memory = None
     with raising_together(group):

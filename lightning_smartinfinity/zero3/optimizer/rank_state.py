@@ -49,6 +49,8 @@ class Keeping:
             process ends without an error or drops the training.
         saved: Whether a checkpoint or an export was made since the last step.
         gave_up: Whether :meth:`write` has failed, after which nothing more is written.
+        all_come: Function that returns whether all ranks call it within some seconds, with the same number. None: there
+            is one rank, or all have completed the training.
         told: Function to call after the state was kept for another training to resume from.
     """
 
@@ -62,6 +64,7 @@ class Keeping:
     says_end: bool = True
     saved: bool = False
     gave_up: bool = False
+    all_come: Callable[[int], bool] | None = None
     told: Callable[[], None] | None = None
 
     @property
@@ -85,6 +88,12 @@ class Keeping:
         """
         self.suspended = num_failed + num_off > 0
         self.resumable = has_record and not self.suspended
+
+    def end(self, *, completed: bool) -> None:
+        """Note that the training has ended on this rank, and if it is ``completed``, in the same state on all."""
+        self.completed = completed
+        if completed:
+            self.all_come = None
 
     def script_failed(self, error: BaseException) -> None:
         """Note that an error ended the script, perhaps after the training: the state stays unless it was saved.
@@ -110,6 +119,9 @@ class Keeping:
         """
         if self.stays and not self.gave_up and handler.writes_back and (lost is not None or not handler.is_stored):
             reason = lost or self._obstacle_to_write(handler)
+            # Where the ranks have different generations, none could be resumed from: keep the one that all have.
+            if self.all_come is not None and not self.all_come(-1 if reason else handler.num_records):
+                reason = reason or "not all processes have ended after the same step."
             if reason is None:
                 reason = _flush(handler, seconds=math.inf if self.completed else self.flush_timeout)
             if reason is not None:
@@ -367,8 +379,7 @@ class RankState:
         self.background.join()
         # Close each before dropping its reference, so that this can be called again after an interrupt.
         if self._handler is not None:
-            if self._obstacle is None:
-                self._commit_or_roll_back(self._handler)
+            self.commit_alone()
             self.write()
             self.keeping.leave(self._handler)
             self._handler = None
@@ -424,6 +435,11 @@ class RankState:
                 close_here()
 
         return close
+
+    def commit_alone(self) -> None:
+        """Commit the step in flight on this rank, if there is one and that is possible; else roll it back."""
+        if self._handler is not None and self._obstacle is None:
+            self._commit_or_roll_back(self._handler)
 
     def _commit_or_roll_back(self, handler: TransferHandler) -> None:
         if not handler.in_flight:

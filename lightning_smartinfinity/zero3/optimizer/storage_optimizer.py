@@ -132,6 +132,7 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.persistence = Persistence(
             self.rank_state,
             interval=offload.transfer.interval if offload.transfer.is_resumable else None,
+            group=self.dp_process_group,
         )
         self.speculation = Speculation(self.rank_state)
         self.update = UpdateInFlight(
@@ -152,6 +153,7 @@ class StorageOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.update,
             self.speculation,
             self.used_gradients,
+            self.persistence,
             offload=self._offload,
             groups=self._groups,
         )

@@ -15,6 +15,7 @@ from lightning_smartinfinity.pipeline.parameters.cuda import link_to
 from lightning_smartinfinity.pipeline.step_plan import StepPlan
 from lightning_smartinfinity.zero3.optimizer.gradient_path import UsedGradients
 from lightning_smartinfinity.zero3.optimizer.parameter_groups import find_changed
+from lightning_smartinfinity.zero3.optimizer.persistence import Persistence
 from lightning_smartinfinity.zero3.optimizer.rank_state import RankState
 from lightning_smartinfinity.zero3.optimizer.speculation import Speculation, gradients_given_up
 from lightning_smartinfinity.zero3.optimizer.update_in_flight import UpdateInFlight
@@ -35,6 +36,7 @@ class StorageStep:
         update: The update of the step in flight.
         speculation: The speculative update.
         used_gradients: Gradients that a step has used up.
+        persistence: Writes state in memory to storage.
         offload: The settings.
         groups: The parameter groups of the user's optimizer as the training begins.
     """
@@ -46,13 +48,14 @@ class StorageStep:
         update: UpdateInFlight,
         speculation: Speculation,
         used_gradients: UsedGradients,
+        persistence: Persistence,
         *,
         offload: OffloadSettings,
         groups: Sequence[ParamGroup],
     ) -> None:
         self._optimizer = optimizer
         self._rank_state, self._update, self._speculation = rank_state, update, speculation
-        self._used_gradients = used_gradients
+        self._used_gradients, self._persistence = used_gradients, persistence
         self._by_cuda = offload.cards is None
         self._has_budget = offload.gradient_budget is not None
         self._given = [list(group["params"]) for group in groups]
@@ -107,9 +110,12 @@ class StorageStep:
         """
         # Each rank enters this sum only after it has committed the previous step. So the sum is also the barrier that
         # keeps extents of a new generation from being written before all ranks have committed the previous one.
-        # The same collective carries whether the ranks can resume from their training records.
+        # The same collective carries whether state in memory is to be written to storage, and whether the ranks can
+        # resume from their training records.
         faults, group = self._rank_state.record_faults(), self._rank_state.partition.group
-        total, *num_faults = sums_over_ranks([squares, *map(float, faults)], group)
+        told = [squares, float(self._persistence.announce()), *map(float, faults)]
+        total, announced, *num_faults = sums_over_ranks(told, group)
+        self._persistence.hear(announced=announced > 0)
         self._rank_state.agree_on_records(*num_faults, group=group)
         return math.sqrt(total) if total >= 0 else math.nan
 

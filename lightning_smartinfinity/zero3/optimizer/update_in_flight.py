@@ -159,11 +159,21 @@ class UpdateInFlight:
         self._step_returned = self._begun
 
     def end_alone(self) -> None:
-        """Commit the step in flight, if that is possible, and write state in memory. It is for one process only."""
-        try:
-            self._drain()
-        except SmartInfinityError as error:
-            warn_of_rolled_back_step(error)
+        """Commit the step in flight, if that is possible, and write state in memory: with several ranks, if all do.
+
+        If several ranks have completed a training, this is left to :meth:`StorageOptimizer.close_storage`.
+        """
+        if dist.get_world_size(self._partition.group) == 1:
+            try:
+                self._drain()
+            except SmartInfinityError as error:
+                warn_of_rolled_back_step(error)
+        elif self._rank_state.keeping.completed:
+            return
+        else:
+            with self._lock:
+                self._rank_state.commit_alone()
+                self._end()
         self._rank_state.write()
 
     def is_untouched(self, param: ZeroParameter) -> bool:

@@ -32,6 +32,7 @@ __all__ = [
     "show_on_rank_zero",
     "sum_over_ranks",
     "sums_over_ranks",
+    "writing_group",
 ]
 
 T = TypeVar("T")
@@ -88,17 +89,22 @@ def ending_group() -> ProcessGroup:
     return _group_for("ending", timeout=_ENDING_LIMIT)
 
 
+def writing_group() -> ProcessGroup:
+    """Return another group for :func:`all_come`, of ranks that write state; collective on the first call."""
+    return _group_for("writing", timeout=_ENDING_LIMIT)
+
+
 def all_come(number: int, group: ProcessGroup) -> bool:
     """Return whether all ranks call this within some seconds, with the same number.
 
     Args:
         number: The number.
-        group: The result of :func:`ending_group`. After False it cannot be used again.
+        group: The result of :func:`ending_group` or :func:`writing_group`. After False it cannot be used again.
     """
     met = torch.empty(dist.get_world_size(group), dtype=torch.int64)
     try:
         dist.all_gather_into_tensor(met, torch.tensor([number]), group=group)
-    except (RuntimeError, RankLostError):
+    except (RuntimeError, ValueError, RankLostError):  # ValueError: the group was destroyed
         return False
     return bool((met == number).all())
 
