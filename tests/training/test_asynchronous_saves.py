@@ -367,8 +367,9 @@ def assert_agree(folder: Path) -> None:
         assert main(["scrub", path, "--quiet"]) == 0
 
 
-IN_COPY, BEFORE_RECORD, BEFORE_LINK = (
+IN_COPY, BETWEEN, BEFORE_RECORD, BEFORE_LINK = (
     "kill within the copy of a ModelCheckpoint's save",
+    "kill beside a ModelCheckpoint's saves",
     "kill between a ModelCheckpoint's save and the next record",
     "kill before a ModelCheckpoint links its last save",
 )
@@ -381,6 +382,8 @@ KILLS: list[tuple[str, str, int, dict[str, Any], dict[str, Any]]] = [
         for save in (1, 2, 3)
         for devices in (1, 2)
     ),
+    # Each process has scores of its own, by which it then finds the best one.
+    (BETWEEN, "worst", 2, {"kill_at": "kill at batch start", "kill_step": 4, "kill_rank": 1}, {}),
     *(
         (BEFORE_RECORD, "newest", 1, {"kill_at": "kill at saved batch end", "kill_step": 4}, settings)
         for settings in (WAITING, COMPRESSED)

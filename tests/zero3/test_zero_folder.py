@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
 from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity.errors import CheckpointError, ConfigError
-from lightning_smartinfinity.zero3.checkpoints.formats import saved_weights, zero_folder
+from lightning_smartinfinity.zero3.checkpoints.formats import found_checkpoint, saved_weights, zero_folder
 from lightning_smartinfinity.zero3.checkpoints.formats.block_checksums import SavedArray
 from lightning_smartinfinity.zero3.checkpoints.formats.checkpoint_folder import reading_checkpoint, tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.formats.client_state import loss_scaler_of, numbers_of
@@ -525,3 +526,12 @@ def test_flags_of_a_file_are_not_used(tmp_path: Path) -> None:
     torch.save([array_of("f8", (3, "<", None, None, None, -1, -1, 63))], tmp_path / "file.pt")
     (loaded,) = load_file(tmp_path / "file.pt")
     assert loaded.dtype.flags == np.dtype("f8").flags and loaded.tobytes() == POINTERS
+
+
+def test_another_checkpoint_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that have chosen different checkpoints are told which, and how the best one is the same on all."""
+    seen = [Mock(folder=Path(f"/saved/step={step}.ckpt/checkpoint")) for step in (6, 6, 3)]
+    monkeypatch.setattr(found_checkpoint.dist, "get_rank", lambda: 0)
+    found_checkpoint._require_one_name(seen[:2])
+    with pytest.raises(CheckpointError, match=r"Rank 0 loads .*step=6.ckpt, and rank 2 loads .*step=3.*sync_dist=True"):
+        found_checkpoint._require_one_name(seen)

@@ -51,11 +51,15 @@ def restore_index(
         loop: The loop's part of a training record.
         states: The callbacks' states in that record; changed in place.
     """
-    described = gather(loop.get(INDEX, {}), None)[0]
+    own = loop.get(INDEX, {})
+    described = gather(own, None)[0]
     for callback in model_checkpoints(trainer):
         entries = described.get(callback.state_key)
         if not entries or callback.state_key not in states:
             continue
+        # Rank 0 says which saves there were. Each rank has its own scores of them, unless they are reduced.
+        mine = {(entry["saved"], entry["step"]): entry for entry in own.get(callback.state_key, ())}
+        entries = [mine.get((entry["saved"], entry["step"]), entry) for entry in entries]
         in_progress = [entry["saved"] for entry in entries[1:]]
         for path in in_progress:
             saves.remove_interrupted(path)

@@ -86,6 +86,7 @@ def find_checkpoint(path: str | Path, *, bf16: bool | None, latest: bool = False
     found = _found_by_all(path, bf16)
     rank = dist.get_rank()
     with raising_together():
+        _require_one_name(found)
         _require_one_tag(path, found)
     if len({each.save_id for each in found}) > 1:
         folder = found[rank].folder
@@ -201,6 +202,17 @@ def _await(path: str | Path, found: Sequence[Path | None]) -> None:
     with raising_together():
         if seen:
             first_seen(seen[:1], shared=place.may_be_shared)
+
+
+def _require_one_name(found: Sequence[_Seen]) -> None:
+    own = found[dist.get_rank()].folder
+    other = next((rank for rank, each in enumerate(found) if each.folder.parent.name != own.parent.name), None)
+    if other is not None:
+        raise CheckpointError(
+            f"Rank {dist.get_rank()} loads {own.parent}, and rank {other} loads {found[other].folder.parent}.",
+            "Name the same checkpoint on all ranks. If it is the 'best' one, log the value that ModelCheckpoint "
+            "monitors with sync_dist=True: otherwise each rank compares its own.",
+        )
 
 
 def _require_one_tag(path: str | Path, found: Sequence[_Seen]) -> None:
