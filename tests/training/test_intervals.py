@@ -26,6 +26,7 @@ from lightning_smartinfinity.errors import StorageError, StorageFullError, Stora
 from lightning_smartinfinity.settings import transfer
 from lightning_smartinfinity.storage import find_resumable
 from lightning_smartinfinity.storage.io.files import LimitedCalls
+from lightning_smartinfinity.storage.state import state_store
 from lightning_smartinfinity.storage.state.capacities import Capacities
 from lightning_smartinfinity.storage.state.state_store import StateStore
 from lightning_smartinfinity.zero3.optimizer.persistence import Persistence, begin_write_back
@@ -288,7 +289,8 @@ def test_a_flush_has_a_limit(tmp_path: Path) -> None:
         calls.within(0.2)("Flushing", tmp_path / "state.bin", time.sleep, 2)
 
 
-def test_storage_without_room_for_a_third_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("where", "name"), [(Capacities, "make_room"), (state_store, "flush_records")])
+def test_storage_without_room_for_a_third_place(where: Any, name: str, tmp_path: Path) -> None:
     """Then all state is written in every step, and a warning says so; another failure of the disk ends the set-up."""
     stored = []
 
@@ -297,7 +299,7 @@ def test_storage_without_room_for_a_third_place(tmp_path: Path) -> None:
         stored.append((handler.num_resident > 0, handler.writes_back, handler.training.step))
 
     def fit_with(error: Exception) -> None:
-        with mock.patch.object(Capacities, "make_room", side_effect=error):
+        with mock.patch.object(where, name, side_effect=error):
             fit(
                 LitTiny(Recipe()),
                 tmp_path,
