@@ -22,7 +22,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from lightning_smartinfinity import TransferConfig
 from lightning_smartinfinity.cli.main import main
 from lightning_smartinfinity.common import interrupts
-from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageTimeoutError
+from lightning_smartinfinity.errors import CheckpointError, StorageError, StorageFullError, StorageTimeoutError
 from lightning_smartinfinity.settings import transfer
 from lightning_smartinfinity.storage import find_resumable
 from lightning_smartinfinity.storage.io.files import LimitedCalls
@@ -91,6 +91,10 @@ def test_readers_see_the_state_in_memory(
     told = capsys.readouterr().out
     assert "whole" in told and (f"resumable, step {step}" in told) == ("resumable" in told) == (step is not None)
     assert main(["scrub", str(tmp_path / "held/left")]) == 0
+    if step is None:
+        (tmp_path / "held/left").rename(tmp_path / "storage")
+        with pytest.raises(CheckpointError, match=r"or, .* before state in host memory was first written"):
+            quiet_trainer(tmp_path, overlap=overlap, transfer=WRITTEN_BACK).fit(LitModel(), ckpt_path="storage")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +255,7 @@ def test_a_slow_disk_makes_the_interval_longer(
             persistence.write()
     assert written == steps
     assert (
-        caplog.text.count("State in host memory took 10.0 s to be written to storage, so this is done every 190") == 1
+        caplog.text.count("State in host memory took 10 s to be written to storage, so this is done every 190 s") == 1
     )
 
 
