@@ -152,7 +152,8 @@ def choose_start(
         )
     if not named:
         none = f"no checkpoint{' in ' if places else ''}{', '.join(places)}"
-        named[Source.NEW] = f"to begin at step 0: there is no interrupted training in {where}, and {none}", 0
+        begin = f"to begin at step 0: there is no record of an interrupted training in {where}, and {none}"
+        named[Source.NEW] = begin, 0
     source = next(iter(named))
     if found is not None and newest is not None and not _is_newer(found, everywhere[newest]):
         source = Source.CHECKPOINT

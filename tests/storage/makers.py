@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,12 @@ def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[i
     """Write extents of zeros to the next places, as this generation, and return where every tasklet lies then."""
     chosen = range(store.extents.num_tasklets) if tasklets is None else tasklets
     following = store.next_placement()
+    write_extents(store, generation, following, chosen)
+    return store.placement.after(following, np.asarray(chosen, np.intp))
+
+
+def write_extents(store: StateStore, generation: int, following: Placement, chosen: Iterable[int]) -> None:
+    """Write extents of zeros of some tasklets to their places, as this generation."""
     batch = native.Batch(
         native.Operation.WRITE,
         [
@@ -134,7 +140,20 @@ def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[i
     pipeline.submit(batch)
     assert pipeline.finish() is None
     pipeline.close()
-    return store.placement.after(following, np.asarray(chosen, np.intp))
+
+
+def persist_generations(store: StateStore, number: int, *, content: bytes = b"") -> None:
+    """Commit some generations in memory, write a training record of the last one, and complete it on storage."""
+    for generation in range(store.generation + 1, store.generation + 1 + number):
+        store.commit(
+            generation=generation,
+            placement=store.placement,
+            tasklet_generations=np.full(store.extents.num_tasklets, generation, np.int64),
+            steps=np.full(len(store.steps), generation, np.int64),
+        )
+    store.record_training(generation=store.generation, step=store.generation, content=content, has_steps=True)
+
+    store.persist(lambda placement, chosen: write_extents(store, generation, placement, map(int, chosen)))
 
 
 def commit_generation(store: StateStore, generation: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -15,9 +15,9 @@ import pytest
 
 from lightning_smartinfinity.cli.scrub import Found, scrub_jobs
 from lightning_smartinfinity.common.progress import hidden
-from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageLockedError
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError, StorageLockedError
 from lightning_smartinfinity.resume.record_content import _ENGINE_KEYS, TRAINER_KEYS, content_of
-from lightning_smartinfinity.storage import find_resumable, recover_store
+from lightning_smartinfinity.storage import StateStore, find_resumable, recover_store
 from lightning_smartinfinity.storage.folders.rank_folder import RankFolder
 from lightning_smartinfinity.storage.jobs.archiving import (
     Plan,
@@ -27,6 +27,7 @@ from lightning_smartinfinity.storage.jobs.archiving import (
 )
 from lightning_smartinfinity.storage.jobs.mover import Mover
 from lightning_smartinfinity.storage.jobs.trainings import Condition, jobs_beside, movers_of, trainings_in
+from lightning_smartinfinity.storage.state.commit_record import CommitRecord
 from lightning_smartinfinity.storage.state.parts import Part, find_parts
 from lightning_smartinfinity.storage.state.space import (
     leftover_bytes,
@@ -45,6 +46,7 @@ from tests.storage.makers import (
     killed_before,
     left,
     listed,
+    persist_generations,
     recovered,
 )
 
@@ -567,6 +569,50 @@ def test_files_of_another_time_or_place_delete_no_training(lost: str, folders: l
     assert found.damaged or "rank-00001/training-1.bin' is missing" in found.unknown[0]
     assert archive(folders, ranks=2).is_damaged
     assert files_of(folders, ARCHIVE) == before and files_of(folders, JOB) == {}
+
+
+def zero_second_half(file: Path) -> None:
+    """Zero the half of commit.bin that the first write at an interval has filled."""
+    half = file.stat().st_size // 2
+    file.write_bytes(file.read_bytes()[:half] + bytes(half))
+
+
+@pytest.mark.filterwarnings("ignore:.* record .*damaged")
+@pytest.mark.parametrize(
+    ("name", "harm", "steps"), [("commit.bin", zero_second_half, []), ("training-0.bin", HARM["emptied"], [6])]
+)
+def test_the_first_writes_at_an_interval(
+    name: str, harm: Callable[[Path], object], steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold many steps: what is lost of them is named, and all is archived. A failure, or a kill, is no damage."""
+    content = content_of(dict.fromkeys(_ENGINE_KEYS), dict.fromkeys(TRAINER_KEYS))
+    store, write_record, left = create([tmp_path], world_size=1), StateStore._write_record, list[Path]()
+    commit_generation(store, 0)
+    store.write_back(store.extents.num_tasklets)
+
+    def leave(store: StateStore, record: CommitRecord, *, flush: bool) -> int:
+        left.append(tmp_path.with_name(f"{tmp_path.name}-{len(left)}"))
+        shutil.copytree(tmp_path, left[-1])
+        if len(left) == 1:
+            raise StorageFullError("By a test.", "")
+        return write_record(store, record, flush=flush)
+
+    monkeypatch.setattr(StateStore, "_write_record", leave)
+    with pytest.raises(StorageFullError):
+        persist_generations(store, 3, content=content)
+    for _ in range(1 + len(steps)):
+        persist_generations(store, 3, content=content)
+    store.close(remove=False)
+    found = [trainings_in(find_parts([each], [JOB]), JOB)[0].condition for each in left]
+    assert found == [Condition.NO_STEP, Condition.NO_STEP, Condition.RESUMABLE][: len(left)]
+    assert scrub_jobs(listed(tmp_path), show=hidden) == Found()
+    file = tmp_path / JOB / "rank-00000" / name
+    harm(file)
+    told, before = scrub_jobs(listed(tmp_path), show=hidden), files_of([tmp_path], JOB)
+    assert str(file) in (told.damaged or told.unknown)[0]
+    assert (archive([tmp_path]).is_damaged, files_of([tmp_path], ARCHIVE)) == (not steps, before)
+    with pytest.raises(StorageCorruptError) if not steps else nullcontext():
+        assert [each.step for each in find_resumable([tmp_path], job=ARCHIVE, rank=0)[1]] == steps
 
 
 def test_what_was_never_or_is_no_more(tmp_path: Path) -> None:

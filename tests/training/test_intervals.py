@@ -22,10 +22,11 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from lightning_smartinfinity import TransferConfig
 from lightning_smartinfinity.cli.main import main
 from lightning_smartinfinity.common import interrupts
-from lightning_smartinfinity.errors import StorageError, StorageFullError, StorageTimeoutError
+from lightning_smartinfinity.errors import CheckpointError, StorageError, StorageFullError, StorageTimeoutError
 from lightning_smartinfinity.settings import transfer
 from lightning_smartinfinity.storage import find_resumable
 from lightning_smartinfinity.storage.io.files import LimitedCalls
+from lightning_smartinfinity.storage.state import state_store
 from lightning_smartinfinity.storage.state.capacities import Capacities
 from lightning_smartinfinity.storage.state.state_store import StateStore
 from lightning_smartinfinity.zero3.optimizer import persistence
@@ -91,6 +92,10 @@ def test_readers_see_the_state_in_memory(
     told = capsys.readouterr().out
     assert "whole" in told and (f"resumable, step {step}" in told) == ("resumable" in told) == (step is not None)
     assert main(["scrub", str(tmp_path / "held/left")]) == 0
+    if step is None:
+        (tmp_path / "held/left").rename(tmp_path / "storage")
+        with pytest.raises(CheckpointError, match=r"or, .* before state in host memory was first written"):
+            quiet_trainer(tmp_path, overlap=overlap, transfer=WRITTEN_BACK).fit(LitModel(), ckpt_path="storage")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +258,7 @@ def test_a_slow_disk_makes_the_interval_longer(
                 alone.write()
     assert written == steps
     assert (
-        caplog.text.count("State in host memory took 10.0 s to be written to storage, so this is done every 190") == 1
+        caplog.text.count("State in host memory took 10 s to be written to storage, so this is done every 190 s") == 1
     )
 
 
@@ -291,7 +296,8 @@ def test_a_flush_has_a_limit(tmp_path: Path) -> None:
         calls.within(0.2)("Flushing", tmp_path / "state.bin", time.sleep, 2)
 
 
-def test_storage_without_room_for_a_third_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("where", "name"), [(Capacities, "make_room"), (state_store, "flush_records")])
+def test_storage_without_room_for_a_third_place(where: Any, name: str, tmp_path: Path) -> None:
     """Then all state is written in every step, and a warning says so; another failure of the disk ends the set-up."""
     stored = []
 
@@ -300,7 +306,7 @@ def test_storage_without_room_for_a_third_place(tmp_path: Path) -> None:
         stored.append((handler.num_resident > 0, handler.writes_back, handler.training.step))
 
     def fit_with(error: Exception) -> None:
-        with mock.patch.object(Capacities, "make_room", side_effect=error):
+        with mock.patch.object(where, name, side_effect=error):
             fit(
                 LitTiny(Recipe()),
                 tmp_path,

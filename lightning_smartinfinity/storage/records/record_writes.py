@@ -154,7 +154,8 @@ class TrainingRecords:
         number = self._last_number
         assert number is not None
         self.stored, self.current = self._replaced
-        self._last_number = number + 1  # skipped, so that the next record replaces this one
+        # The next record replaces this one: a number is skipped, unless there is no record in the other file.
+        self._last_number = None if self.stored is None else number + 1
         with suppress(StorageError):
             self._in_time("Erasing the training record", self._path, self._erase, number)
 

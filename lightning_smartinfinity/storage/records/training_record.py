@@ -32,6 +32,7 @@ version of the package, and the checksum at the end, so that an error can name t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -172,7 +173,11 @@ def read_training_records(folder: OpenFolder, *, identity: native.Identity | Non
 
 
 def damaged_training_records(
-    folder: OpenFolder, *, identity: native.Identity | None, has_steps: bool = False
+    folder: OpenFolder,
+    *,
+    identity: native.Identity | None,
+    has_steps: bool = False,
+    committed: Collection[int] = (),
 ) -> list[str]:
     """Return the names of the files that hold no intact record, although one was written.
 
@@ -183,6 +188,7 @@ def damaged_training_records(
         identity: As for :func:`read_training_records`.
         has_steps: Whether the training may have taken a step. Then a file that is missing beside a record, and two
             empty ones, are damaged, too: the second file is made after the first record was written.
+        committed: Generations on storage. If they are written at an interval, each has a record that is written before.
 
     Raises:
         StorageError: As for :func:`read_training_records`.
@@ -195,13 +201,17 @@ def damaged_training_records(
     return [
         name
         for number, name in enumerate(TRAINING_NAMES)
-        if read[number] is None and (sizes[number] or missing[number] or _was_written_beside(read[1 - number]))
+        if read[number] is None
+        and (sizes[number] or missing[number] or _was_written_beside(read[1 - number], committed))
     ]
 
 
-def _was_written_beside(record: TrainingRecord | None) -> bool:
-    """Return whether there was a record in the other file when this one was written."""
-    return record is not None and (record.step if record.generation == _ERASED else record.number) not in (0, 1)
+def _was_written_beside(record: TrainingRecord | None, committed: Collection[int]) -> bool:
+    """Return whether there was a record in the other file when this one was written, or one was written since."""
+    if record is None:
+        return False
+    is_an_interval_old = record.generation in committed and max(committed) > record.generation + 1
+    return is_an_interval_old or (record.step if record.generation == _ERASED else record.number) not in (0, 1)
 
 
 def _read(folder: OpenFolder, number: int, identity: native.Identity | None) -> TrainingRecord | None:

@@ -16,6 +16,7 @@ commit.bin has two halves of whole blocks; generation ``g`` goes to half ``g % 2
     u32        CRC32C of everything before
 
 A record is erased by a mark in its first block, not by zeros, because zeros mean that a half was never written.
+Before generations are written at an interval, the half that was never written gets this mark, too.
 """
 
 from __future__ import annotations
@@ -134,8 +135,17 @@ def flush_records(folder: OpenFolder) -> None:
         os.fsync(file.fileno())
 
 
-def read_records(folder: OpenFolder, *, num_tasklets: int, num_parameters: int, job: bytes) -> Records:
+def read_records(
+    folder: OpenFolder, *, num_tasklets: int, num_parameters: int, job: bytes, were_written: bool = False
+) -> Records:
     """Read commit.bin.
+
+    Args:
+        folder: The rank's first folder.
+        num_tasklets: Number of tasklets.
+        num_parameters: Number of parameters.
+        job: As for :func:`write_record`.
+        were_written: Whether something was written to both halves for certain.
 
     Raises:
         StorageError: The file cannot be read.
@@ -151,7 +161,7 @@ def read_records(folder: OpenFolder, *, num_tasklets: int, num_parameters: int, 
     # A record in the other half does not count: a disk has put it in the wrong place.
     intact = [record for number, record in enumerate(found) if record is not None and record.generation % 2 == number]
     intact.sort(key=lambda record: record.generation, reverse=True)
-    written = intact[0].generation + 1 if intact else 0  # generations, in alternating halves
+    written = 2 if were_written else intact[0].generation + 1 if intact else 0  # generations, in alternating halves
     num_empty = sum(half == bytes(size) for half in halves)
     num_erased = sum(half.startswith(_ERASED) for half in halves)
     # Halves may be empty only until both were written.

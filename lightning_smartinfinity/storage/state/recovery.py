@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,12 +164,21 @@ def require_recoverable(folder: Path, manifest: Manifest, *, state_format: str |
 
 def records_of(folder: OpenFolder, manifest: Manifest) -> Records:
     """Read the commit records of a store from its first folder. Raises as :func:`read_records`."""
-    return read_records(
+    read = partial(
+        read_records,
         folder,
         num_tasklets=manifest.extents.num_tasklets,
         num_parameters=len(manifest.description.parameters),
         job=manifest.job,
     )
+    found = read()
+    if [record.generation for record in found.intact] != [0]:
+        return found
+    recorded: list[TrainingRecord] = []
+    with suppress(StorageError):  # whoever needs the training records raises it
+        recorded = read_training_records(folder, identity=manifest.identity)
+    # Before a training record of generation 2 or later, both halves are written to, also at an interval.
+    return read(were_written=any(record.generation > 1 for record in recorded))
 
 
 def complete_generations(folders: Sequence[OpenFolder], manifest: Manifest) -> list[int]:
@@ -294,8 +305,10 @@ def damaged_records(folder: OpenFolder, manifest: Manifest) -> list[str]:
     Raises:
         StorageError: A file cannot be read.
     """
-    steps = has_steps(folder, manifest)
-    return damaged_training_records(folder, identity=manifest.identity, has_steps=steps)
+    committed = [record.generation for record in records_of(folder, manifest).intact]
+    return damaged_training_records(
+        folder, identity=manifest.identity, has_steps=has_steps(folder, manifest), committed=committed
+    )
 
 
 def has_steps(folder: OpenFolder, manifest: Manifest) -> bool:

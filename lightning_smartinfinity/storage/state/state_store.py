@@ -204,17 +204,24 @@ class StateStore:
         """
         assert self.extents.places_per_tasklet > 1 and self._stored is self._record
         self._num_held, self._spilled = num_held, self._record
+        path = self._folders[0].path / COMMIT_NAME
         try:
             with io_limit(self._io_timeout):
                 wanted = self._places_needed(self._assigned)
                 limited("Extending", self._folders[0].path / STATE_NAME, self._capacities.make_room, wanted)
+            # Otherwise a power loss could leave the first training record without any commit record, as damage does.
+            self._in_time("Flushing", path, self._begin_records)
         except BaseException:
             self._num_held = 0
             raise
-        # Otherwise a power loss could leave the first training record without any commit record, as damage does.
-        path = self._folders[0].path / COMMIT_NAME
-        self._in_time("Flushing", path, flush_records, self._folders[0].inside)
         self.records.hold()
+
+    def _begin_records(self) -> None:
+        """Flush the commit records. A mark in the half that none was written to tells a kill from a lost record."""
+        inside = self._folders[0].inside
+        if self.generation == 0:
+            erase_record(inside, replace(self._record, generation=1), flush=False)
+        flush_records(inside)
 
     def write_through(self) -> None:
         """Undo :meth:`write_back`, before another generation was committed."""

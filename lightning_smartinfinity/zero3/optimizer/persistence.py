@@ -179,12 +179,12 @@ class Persistence:
         if self._has_stretched:
             return
         self._has_stretched = True
-        asked = f"{self._interval} steps" if isinstance(self._interval, int) else f"{self._interval:.0f} s"
+        asked = f"{self._interval} steps" if isinstance(self._interval, int) else f"{_short(self._interval or 0.0)} s"
         _log.warning(
-            "State in host memory took %.1f s to be written to storage, so this is done every %.0f s instead of every "
+            "State in host memory took %s s to be written to storage, so this is done every %s s instead of every "
             "%s: an interrupted training may lose that much.",
-            self._pause / (transfer_settings.INTERVAL_SHARE - 1),
-            self._pause,
+            _short(self._pause / (transfer_settings.INTERVAL_SHARE - 1)),
+            _short(self._pause),
             asked,
         )
 
@@ -199,3 +199,7 @@ class Persistence:
             f"{lost}.",
             stacklevel=2,
         )
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.2g}"
