@@ -2,12 +2,15 @@
 
 The first table describes the update alone: bytes per parameter, the speed of one core (verification, update, rounding
 and checksums of tasklets that fit the second-level cache, read from the page cache), and a whole step through the
-pipeline in a folder. The second trains a small model on text, with every format from the same seeds, and shows the loss
-on held-out text at the end. The third does so with every dtype in which gradients of several micro-batches are added.
+pipeline in a folder. The table of state in memory has updates that move nothing to storage, by one thread and by
+several, beside threads that copy memory. The next trains a small model on text, with every format from the same seeds,
+and shows the loss on held-out text at the end. The last does so with every dtype in which gradients of several
+micro-batches are added.
 Usage::
 
     python benchmarks/formats.py [--folder .] [--million 400] [--steps 300] [--seeds 3] [--json figures.json]
     python benchmarks/formats.py --tables accumulation
+    python benchmarks/formats.py --tables memory --million 100 --threads 1 2
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ import logging
 import statistics
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from comparison import write_figures
 from machine import describe
 from stepped_state import SteppedState
@@ -31,15 +37,17 @@ from training import quiet_trainer
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.settings import TransferConfig
 
-TABLES = ("updates", "losses", "accumulation")
+TABLES = ("updates", "memory", "losses", "accumulation")
 _BATCH = 8  # sequences of a step, if it has no more micro-batches than that
 
 
 @contextmanager
-def updating(folder: Path, numel: int, state_format: str, transfer: TransferConfig) -> Iterator[SteppedState]:
+def updating(
+    folder: Path, numel: int, state_format: str, transfer: TransferConfig, *, in_memory: bool = False
+) -> Iterator[SteppedState]:
     """Yield a state, and remove its files afterwards."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="formats-") as inside:
-        state = SteppedState([Path(inside)], [numel], state_format=state_format, transfer=transfer)
+        state = SteppedState([Path(inside)], [numel], state_format=state_format, transfer=transfer, in_memory=in_memory)
         try:
             yield state
         finally:
@@ -65,6 +73,38 @@ def updates(folder: Path, million: int, repeats: int, *, tiny: bool) -> list[dic
             }
         )
     return found
+
+
+def in_memory(folder: Path, million: int, repeats: int, threads: Sequence[int]) -> list[dict[str, Any]]:
+    """Measure updates of state in memory, with every format and number of threads, in turn with copies of memory.
+
+    A parameter takes its state, read and written, its gradient, read, and itself, written in bf16.
+    """
+    found = []
+    for name in STATE_FORMATS:
+        row: dict[str, Any] = {"format": name}
+        for number in threads:
+            transfer = TransferConfig(compute_threads=number)
+            with updating(folder, million * 10**6, name, transfer, in_memory=True) as update:
+                update.step()
+                seconds, copied = [], []
+                moved = 2 * update.handler.cache_bytes + 4 * update.numel
+                for _ in range(repeats):
+                    seconds.append(update.step()["seconds"])
+                    copied.append(copy_gb_per_second(number, million))
+            row[f"{number}"] = update.numel / statistics.median(seconds)
+            row[f"{number} of copy"] = moved / 1e9 / statistics.median(seconds) / statistics.median(copied)
+        found.append(row)
+    return found
+
+
+def copy_gb_per_second(threads: int, mib: int) -> float:
+    """Return the bytes, in GB, that threads read and write per second while they copy memory."""
+    arrays = [(np.ones(mib << 20, np.uint8), np.ones(mib << 20, np.uint8)) for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        began = time.perf_counter()
+        list(pool.map(lambda pair: np.copyto(*pair), arrays))
+        return threads * 2 * (mib << 20) / 1e9 / (time.perf_counter() - began)
 
 
 def losses(
@@ -137,6 +177,17 @@ def print_updates(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def print_memory(rows: list[dict[str, Any]], threads: Sequence[int]) -> None:
+    """Print a table in Markdown."""
+    heads = [f"{number} threads, M parameters/s | of a copy" for number in threads]
+    print(f"\n| state in memory | {' | '.join(heads)} | last by first |")
+    print("|---|" + "---|" * (2 * len(threads) + 1))
+    for row in rows:
+        values = [f"{row[f'{number}'] / 1e6:.0f} | {row[f'{number} of copy']:.2f}" for number in threads]
+        gain = row[f"{threads[-1]}"] / row[f"{threads[0]}"]
+        print(f"| {row['format']} | {' | '.join(values)} | {gain:.2f} |")
+
+
 def print_losses(rows: list[dict[str, Any]], head: str) -> None:
     """Print a table in Markdown, each row beside the first, which is that of fp32."""
     base = rows[0]["losses"]
@@ -156,6 +207,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=6, help="updates; the first of a whole step does not count")
     parser.add_argument("--size", default="tiny", help="of the model that is trained, as in examples/byte_lm.py")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of updates of state in memory")
     parser.add_argument("--steps", type=int, default=300, help="of a training")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--accumulate", type=int, nargs="*", default=[8, 32], help="micro-batches of a step")
@@ -172,6 +224,9 @@ def main() -> None:
         figures["updates"] = updates(options.folder, options.million, options.repeats, tiny=options.tiny)
         print_updates(figures["updates"])
     common: dict[str, Any] = {"size": options.size, "steps": options.steps, "seeds": options.seeds}
+    if "memory" in options.tables:
+        figures["memory"] = in_memory(options.folder, options.million, options.repeats, options.threads)
+        print_memory(figures["memory"], options.threads)
     if "losses" in options.tables:
         figures["losses"] = losses({name: {"state_format": name} for name in STATE_FORMATS}, **common)
         print_losses(figures["losses"], "format")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,12 @@ from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.native import DType, HostBuffer, StateFile
 from lightning_smartinfinity.pipeline.gradients.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.pipeline.handler import TransferHandler
-from lightning_smartinfinity.pipeline.layout.partition_layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.pipeline.layout.partition_layout import (
+    ParameterSlice,
+    PartitionLayout,
+    build_layout,
+    with_residents,
+)
 from lightning_smartinfinity.pipeline.layout.tensors import Flat
 from lightning_smartinfinity.pipeline.parameters.partitions import HostPartition
 from lightning_smartinfinity.pipeline.rules import rule_for
@@ -36,6 +42,7 @@ class SteppedState:
         transfer: Ring, engine and direct I/O.
         make_device: Function that makes the device that updates; None means the host.
         codec: Codec that compresses gradients.
+        in_memory: Whether all state is in host memory, and steps do not write it to storage.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class SteppedState:
         transfer: TransferConfig,
         make_device: Callable[[PartitionLayout], StorageDevice] | None = None,
         codec: GradientCodec | None = None,
+        in_memory: bool = False,
     ) -> None:
         parameters = [
             ParameterSlice(name=f"p{index}", numel=numel, real_numel=numel, group=0, sub_group=0)
@@ -60,12 +68,16 @@ class SteppedState:
             places_per_tasklet=transfer.places_per_tasklet,
             state_format=state_format,
         )
+        if in_memory:
+            layout = with_residents(layout, nbytes=sys.maxsize, written_through=True)
         rule = rule_for(OPTIMIZER)
         named = tuple({"name": parameter.name} for parameter in parameters)
         description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=named)
         store = create_store(list(folders), config=transfer, extents=layout.extents, description=description)
         host = HostDevice(
-            num_buffers=16 if transfer.num_buffers == "auto" else transfer.num_buffers, io_engine=transfer.io_engine
+            num_buffers=16 if transfer.num_buffers == "auto" else transfer.num_buffers,
+            io_engine=transfer.io_engine,
+            compute_threads=1 if transfer.compute_threads == "auto" else transfer.compute_threads,
         )
         device = host if make_device is None else make_device(layout)
         self._store = store
@@ -75,6 +87,8 @@ class SteppedState:
         self._memory = [_bf16_memory(self.numel) for _ in range(2)]
         gradients, outputs = ([Flat(buffer.address, self.numel, DType.BFLOAT16)] for buffer in self._memory)
         self.handler.initialize(HostPartition(outputs))
+        if in_memory:
+            self.handler.write_back()
         compressed = None
         if codec is not None:
             memory = torch.frombuffer(self._memory[0].memoryview(), dtype=torch.bfloat16)

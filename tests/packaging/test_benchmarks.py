@@ -91,7 +91,15 @@ RUNS = {
     ),
     "formats.py": (
         ["--tiny"],
-        ["| format | read + written", "| format | seed 0 |", "| fp32 |", "| bf16 |", "| int8 |", "| int8_remainder |"],
+        [
+            "| format | read + written",
+            "| state in memory | 1 threads",
+            "| format | seed 0 |",
+            "| fp32 |",
+            "| bf16 |",
+            "| int8 |",
+            "| int8_remainder |",
+        ],
     ),
     "import_time.py": (["--runs", "1"], ["import torch, autoload on", "  this package's entry point"]),
     "native_kernels.py": (["--tiny", "--folder", "."], ["sum of squares", "CRC-32C", "step compute", "whole step"]),
