@@ -62,6 +62,7 @@ class TransferHandler:
         num_folders = layout.extents.num_devices
         self._balance = Balance(num_folders) if device.moves_tasklets and num_folders > 1 else None
         self._step: Step | None = None
+        self._lacks_step = False  # whether the step begun last could not begin, and was not rolled back
         self._staging: StagingBuffer | None = None
         self._num_steps = 0
         self._numel_updated = 0
@@ -211,9 +212,9 @@ class TransferHandler:
         return self._store.is_recorded
 
     @property
-    def num_records(self) -> int:
-        """Number of training records made: where all ranks have the same, their last records belong together."""
-        return self._store.records.num_made
+    def point(self) -> int:
+        """A number that is the same on all ranks whose generations and last training records belong together."""
+        return (self._store.records.num_made << 32) + self.generation
 
     def persist(self, *, deadline: float = math.inf, together: Together = nullcontext) -> None:
         """Complete the current generation on storage, with its training record, if that was made.
@@ -305,8 +306,10 @@ class TransferHandler:
             ConfigError: A hyperparameter of an active group is out of range; no step has begun.
             StorageError: After a failed commit, no generation can be written any more; no step has begun.
         """
+        self._lacks_step = True
         self._prepare()
         self._step = self._new_step(plan=plan, staging=self._staging_for)
+        self._lacks_step = False
         self._step.start()
 
     def begin_incremental(self, plan: StepPlan, *, binds: bool = False) -> None:
@@ -403,7 +406,22 @@ class TransferHandler:
     @property
     def _recorded_next(self) -> int:
         """The generation that a record made now belongs to."""
-        return self._store.generation + (self._step is not None and self._step.is_complete)
+        return self._store.generation + (self._lacks_step or (self._step is not None and self._step.is_complete))
+
+    @property
+    def lacks_step(self) -> bool:
+        """Whether the step begun last could not begin on this rank: its record is of no generation here."""
+        return self._lacks_step
+
+    def forget_step(self) -> None:
+        """Roll back a step that could not begin, if there is one: erase its training record, if that was made.
+
+        Raises:
+            StorageError: The record could not be erased.
+        """
+        if self._lacks_step:
+            self._store.forget_training()
+            self._lacks_step = False
 
     def record_training(self, *, step: int, content: bytes, residual: NDArray[np.float32] | None) -> None:
         """Write what the training needs, besides the optimizer state, to resume after the step begun last.

@@ -157,6 +157,21 @@ def test_an_error_within_a_speculative_update(records: bool, tmp_path: Path) -> 
         assert [record.step for record in found] == [4]
 
 
+def test_a_complete_loop_waits_for_no_other_process(tmp_path: Path) -> None:
+    """With keep=True its state is written when the interpreter exits, though others exit much earlier or later."""
+    fabric: Any = quiet_fabric(tmp_path / "storage", options={"transfer": {**WRITTEN_BACK, "keep": True}})
+    module = torch.nn.Linear(8, 64)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    fabric.backward(model(torch.randn(4, 8)).square().mean())
+    optimizer.step()
+    fabric.strategy.record({"model": model, "optimizer": optimizer})
+    optimizer.engine.optimizer.rank_state.keeping.all_come = lambda number: False
+    fabric.strategy._closed_at_exit[1]()
+    store = recover_store([tmp_path / "storage"])
+    assert store.steps.tolist() == [1, 1]
+    store.close(remove=False)
+
+
 @pytest.mark.long
 def test_steps_without_a_record(tmp_path: Path) -> None:
     """Two steps behind the last record there is nothing to resume from, so nothing is left; a warning says so."""

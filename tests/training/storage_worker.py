@@ -306,6 +306,24 @@ def interrupt_update(run: StorageRun) -> None:
     TransferHandler.begin_step = begin_and_die  # type: ignore[method-assign]
 
 
+def refuse_step(run: StorageRun) -> None:
+    """Let the run's step fail to begin on one rank, and all ranks fail at the next batch; on all ranks if it is -1."""
+    prepare, start = TransferHandler._prepare, Watch.on_train_batch_start
+
+    def prepare_or_fail(handler: TransferHandler) -> None:
+        if handler.num_steps + 1 == run.kill_step and run.kill_rank in (-1, torch.distributed.get_rank()):
+            raise StorageFullError("A test has no space for the step.", "Let it go on.")
+        prepare(handler)
+
+    def start_or_fail(watch: Watch, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == run.kill_step and run.kill_rank >= 0:
+            raise RuntimeError("an error of the user's")
+        start(watch, trainer, *args)
+
+    TransferHandler._prepare = prepare_or_fail  # type: ignore[method-assign]
+    Watch.on_train_batch_start = start_or_fail  # type: ignore[assignment, method-assign]
+
+
 def kill_in_copy(run: StorageRun) -> None:
     """Let a process be killed within the copy of the save of the run's number, when it has begun the next batch.
 
@@ -364,6 +382,8 @@ def main(path: str) -> None:
     fail_to_record(run)
     if run.kill_at == "ctrl-c at update":
         interrupt_update(run)
+    if run.kill_at == "no begin":
+        refuse_step(run)
     if run.granule:
         partition_layout._LEAST_GRADIENT_BYTES = BLOCK_BYTES // run.granule
     if run.kill_at == "kill at copy":

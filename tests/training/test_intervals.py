@@ -364,6 +364,8 @@ def test_rank_zero_decides() -> None:
                 handler.num_steps = step + 1
                 decides.write()
                 assert handler.persist.call_count == sum(step >= written for written in (4, 6)), step
+            decides._rank_state = mock.Mock(is_usable=False, handler=None)
+            assert not decides.announce()  # it has lost its state: its next step raises that, on all ranks
         assert heard == ([step in (2, 3, 4) for step in range(8)] if rank == 0 else [False] * 8)
 
 

@@ -101,8 +101,8 @@ class Persistence:
 
     def announce(self) -> bool:
         """Return on rank 0 whether a write is due after the step that begins now; elsewhere False."""
-        decides = self._num_ranks > 1 and self._rank == 0 and self._rank_state.writes_back
-        return decides and self._is_due(self._rank_state.handler, ahead=1)
+        decides = self._num_ranks > 1 and self._rank == 0 and self._rank_state.is_usable
+        return decides and self._rank_state.writes_back and self._is_due(self._rank_state.handler, ahead=1)
 
     def hear(self, *, announced: bool) -> None:
         """Take over on every rank what rank 0 announced."""

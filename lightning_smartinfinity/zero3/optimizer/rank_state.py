@@ -120,7 +120,7 @@ class Keeping:
         if self.stays and not self.gave_up and handler.writes_back and (lost is not None or not handler.is_stored):
             reason = lost or self._obstacle_to_write(handler)
             # Where the ranks have different generations, none could be resumed from: keep the one that all have.
-            if self.all_come is not None and not self.all_come(-1 if reason else handler.num_records):
+            if self.all_come is not None and not self.all_come(-1 if reason else handler.point):
                 reason = reason or "not all processes have ended after the same step."
             if reason is None:
                 reason = _flush(handler, seconds=math.inf if self.completed else self.flush_timeout)
@@ -132,6 +132,8 @@ class Keeping:
     def _obstacle_to_write(self, handler: TransferHandler) -> str | None:
         if handler.lost is not None:
             return handler.lost
+        if handler.lacks_step:
+            return "its last step could not begin."
         if not handler.may_persist:
             return "a step or a save of a checkpoint was still in progress."
         if self.off is not None and self.resumable and not self.completed:
@@ -297,7 +299,10 @@ class RankState:
             error: Why the step is rolled back.
         """
         handler = self._handler
-        if handler is None or self._unusable_reason is not None or not handler.in_flight:
+        if handler is None or self._unusable_reason is not None:
+            return
+        if not handler.in_flight:
+            self._forget_step(handler)
             return
         if not handler.can_roll_back:
             self._unusable_reason = f"with {handler.unsafe} a failed step cannot be rolled back. {error}"
@@ -308,6 +313,12 @@ class RankState:
             self._unusable_reason = f"a failed step could not be rolled back. {second}"
         if self._has_arena:
             self.arena.step_rolled_back()
+
+    def _forget_step(self, handler: TransferHandler) -> None:
+        try:
+            handler.forget_step()
+        except SmartInfinityError as error:
+            self._unusable_reason = f"a step that could not begin could not be rolled back. {error}"
 
     @property
     def has_gradients(self) -> bool:
@@ -414,7 +425,7 @@ class RankState:
             background.join()
             error = last_error()
             if not keeping.says_end:
-                keeping.completed = error is None
+                keeping.end(completed=error is None)
             elif error is not None:
                 keeping.script_failed(error)
             if keeping.stays and handler.in_flight:
