@@ -85,8 +85,16 @@ def restart_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
 
 
-def train_in_memory(size: str, steps: int, *, probe: Probe, batches: Batches, clip: float | None = None) -> int:
-    """Train a bf16 model with fp32 master weights and torch's fused AdamW; return the number of parameters.
+def train_in_memory(
+    size: str,
+    steps: int,
+    *,
+    probe: Probe,
+    batches: Batches,
+    clip: float | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Train a model with fp32 master weights and torch's fused AdamW; return the number of parameters.
 
     Args:
         size: One of ``gpt2.SIZES``.
@@ -94,10 +102,11 @@ def train_in_memory(size: str, steps: int, *, probe: Probe, batches: Batches, cl
         probe: Probe that takes the times.
         batches: Function that makes the tokens of a step.
         clip: Largest norm of the gradients; None means that they are not clipped.
+        dtype: Of the model. In fp32 its parameters are the masters.
     """
-    model = GPT2(size).bfloat16()
+    model = GPT2(size).to(dtype)
     params = list(model.parameters())
-    masters = [param.detach().float() for param in params]
+    masters: list[torch.Tensor] = [param if dtype == torch.float32 else param.detach().float() for param in params]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
     for step in range(steps):
         probe.begin()
@@ -106,13 +115,17 @@ def train_in_memory(size: str, steps: int, *, probe: Probe, batches: Batches, cl
         loss.backward()
         probe.mark()
         for param, master in zip(params, masters, strict=True):
-            master.grad, param.grad = param.grad.float(), None  # type: ignore[union-attr]
+            if master is not param:
+                master.grad, param.grad = param.grad.float(), None  # type: ignore[union-attr]
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(masters, clip)
         optimizer.step()
         with torch.no_grad():
             for param, master in zip(params, masters, strict=True):
-                param.copy_(master)
+                if master is not param:
+                    param.copy_(master)
+                else:
+                    param.grad = None
         probe.end()
     return sum(param.numel() for param in params)
 

@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> Figures:
         "batches": partial(tokens, size=size, shape=shape_of(int(options.tokens[0]))),
     }
     if options.child == "adamw":
-        train_in_memory(size, steps, clip=clip, **common)
+        train_in_memory(size, steps, clip=clip, dtype=torch.float32 if in_fp32(options) else torch.bfloat16, **common)
     elif options.child in OURS:
         state_format, overlap = options.child.split("/")
         settings = {"state_format": state_format, "overlap": overlap}
@@ -137,6 +137,11 @@ def run(options: argparse.Namespace) -> Figures:
     with torch.device("meta"):
         numel = sum(param.numel() for param in GPT2(size).parameters())
     return probe.figures(numel)
+
+
+def in_fp32(options: argparse.Namespace) -> bool:
+    """Return whether the model is trained in fp32."""
+    return getattr(options, "precision", "bf16") == "fp32"
 
 
 def run_stock(options: argparse.Namespace, clip: float | None, common: dict[str, Any]) -> None:
@@ -149,7 +154,7 @@ def run_stock(options: argparse.Namespace, clip: float | None, common: dict[str,
         import stock_io
 
         stock_io.install()
-    config["gradient_clipping"] = clip or 0.0
+    config |= {"gradient_clipping": clip or 0.0, "bf16": {"enabled": not in_fp32(options)}}
     make_optimizer = None
     if options.stock_adam == "torch":
         config["zero_force_ds_cpu_optimizer"] = False

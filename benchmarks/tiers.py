@@ -1,4 +1,4 @@
-"""Measures GPT-2's training step in bf16 with all, some and none of the optimizer state in host memory.
+"""Measures GPT-2's training step with all, some and none of the optimizer state in host memory.
 
     python benchmarks/tiers.py --size 124m 355m --tokens 32 512 --storage /mnt/nvme0 --json tiers.json
 
@@ -7,7 +7,8 @@ The systems: torch's fused AdamW in memory (adamw), stock ZeRO-Offload with Deep
 systems take turns, each in a process of its own. A step lasts from the end of the previous step to its own end; figures
 are medians over the steps of all rounds. State in memory is written every --persist-every steps; measure a multiple of
 as many, so that each interval's write counts. "of the line" divides a step by that on the straight line between all and
-none of the state in memory. overlap="auto" tries both overlaps in the first eight steps.
+none of the state in memory. overlap="auto" tries both overlaps in the first eight steps. Pass --precision fp32 where
+the processor has no instructions for bf16: there torch's products of bf16 matrices take nearly all of a step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from comparison import Figures, in_child, parse_options, report, several, table, write_figures
 from gpt2 import GPT2, SIZES
 from machine import describe
-from step import CLIP, StepProbe, run, shape_of
+from step import CLIP, StepProbe, in_fp32, run, shape_of
 from training import PARTS, WARMUP, tokens, train_with_package
 
 PERSIST_EVERY = 20
@@ -61,6 +62,7 @@ def run_child(options: argparse.Namespace) -> Figures:
         probe=probe,
         batches=partial(tokens, size=options.size, shape=shape_of(int(options.tokens[0]))),
         clip=CLIP if options.clip == ["on"] else None,
+        precision="32-true" if in_fp32(options) else "bf16-mixed",
         settings={"transfer": transfer},
     )
     return probe.figures(numel)
@@ -105,6 +107,7 @@ def main() -> int:
         steps={"default": WARMUP + PERSIST_EVERY},
         rounds={"type": int, "default": 1},
         persist_every={"type": int, "default": PERSIST_EVERY, "help": "steps between two writes of state in memory"},
+        precision={"choices": ("bf16", "fp32"), "default": "bf16"},
         stock_adam={"choices": ("deepspeed", "torch"), "default": "deepspeed"},
     )
     if options.child:
@@ -115,10 +118,11 @@ def main() -> int:
     tables = []
     for size, number, clip in product(options.size, options.tokens, options.clip):
         rows = measure_all(options, size=size, tokens=number, clip=clip)
-        print(f"\nGPT-2 {size}, bf16, {number} tokens, clipping {clip}, {options.steps - WARMUP} steps, as medians\n")
+        shape = f"{options.precision}, {number} tokens, clipping {clip}"
+        print(f"\nGPT-2 {size}, {shape}, {options.steps - WARMUP} steps, as medians\n")
         print(table(rows, COLUMNS), flush=True)
         tables.append({"size": size, "tokens": number, "clip": clip == "on", "rows": rows})
-    write_figures(options.json, benchmark="tiers", machine=machine, tables=tables)
+    write_figures(options.json, benchmark="tiers", precision=options.precision, machine=machine, tables=tables)
     return int(any(len(of["rows"]) < len(options.systems) for of in tables))
 
 

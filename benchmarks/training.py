@@ -187,7 +187,7 @@ def train_stock(
 
     forbid_jit_builds()
     section = {"stage": 3, "sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **config["zero_optimization"]}
-    config = {"gradient_clipping": 0.0, **config, "bf16": {"enabled": True}, "zero_optimization": section}
+    config = {"gradient_clipping": 0.0, "bf16": {"enabled": True}, **config, "zero_optimization": section}
     if build is None:
         model: nn.Module = GPT2(size)
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import logging
 import re
 import shutil
 import warnings
@@ -30,6 +29,7 @@ from lightning_smartinfinity import (
     StorageCorruptError,
     StorageError,
 )
+from lightning_smartinfinity.integrations.trainer import fit_record
 from lightning_smartinfinity.integrations.trainer.checkpoint_index import checkpoints_of
 from lightning_smartinfinity.resume.schedules import prepare_loads, warn_of_other_number
 from lightning_smartinfinity.settings.options import OF_FABRIC, OF_TRAINER, OF_TRANSFORMERS, refuse_unknown
@@ -180,16 +180,14 @@ class OtherName(ModelCheckpoint):
     FILE_EXTENSION = ".pth"
 
 
-def test_places_of_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_places_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other endings are found. A link to nothing ends a fit that would begin anew. A logger's own folder is told."""
-    caplog.set_level("INFO")
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    told: list[str] = []
+    monkeypatch.setattr(fit_record, "rank_zero_info", told.append)
     saves = OtherName(tmp_path / "saved", every_n_train_steps=2, save_last="link")
     options: Any = {"enable_checkpointing": True, "callbacks": [saves]}
     quiet_trainer(tmp_path, **options, max_steps=2).fit(LitTiny(SMALL), ckpt_path=START)
-    assert f"and no checkpoint in {tmp_path / 'saved'}." in caplog.text
+    assert f"and no checkpoint in {tmp_path / 'saved'}." in told[0]
     trainer = quiet_trainer(tmp_path, **options, max_steps=3)
     trainer.fit(LitTiny(SMALL), ckpt_path=START)
     assert Path(trainer.ckpt_path or "").name == "last.pth"
