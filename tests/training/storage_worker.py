@@ -307,7 +307,10 @@ def interrupt_update(run: StorageRun) -> None:
 
 
 def refuse_step(run: StorageRun) -> None:
-    """Let the run's step fail to begin on one rank, and all ranks fail at the next batch; on all ranks if it is -1."""
+    """Make the run's step fail to begin on the rank of the run; every rank then fails at its next batch.
+
+    If the rank is -1, the step fails to begin on every rank.
+    """
     prepare, start = TransferHandler._prepare, Watch.on_train_batch_start
 
     def prepare_or_fail(handler: TransferHandler) -> None:

@@ -214,7 +214,7 @@ class LimitedCalls:
         self._seconds = seconds
 
     def within(self, seconds: float) -> LimitedCalls:
-        """Return a copy with a limit of so many seconds for each call, however long the disk still works."""
+        """Return a copy with this limit, in seconds, for each call, also while the disk completes other requests."""
         if seconds == math.inf:
             return self
         limited = copy.copy(self)

@@ -175,7 +175,7 @@ def records_of(folder: OpenFolder, manifest: Manifest) -> Records:
     if [record.generation for record in found.intact] != [0]:
         return found
     recorded: list[TrainingRecord] = []
-    with suppress(StorageError):  # whoever needs the training records raises it
+    with suppress(StorageError):  # what resumes from the training records raises this error
         recorded = read_training_records(folder, identity=manifest.identity)
     # Before a training record of generation 2 or later, both halves are written to, also at an interval.
     return read(were_written=any(record.generation > 1 for record in recorded))

@@ -31,7 +31,10 @@ from lightning_smartinfinity.storage.state.capacities import Capacities
 from lightning_smartinfinity.storage.state.commit_record import CommitRecord, erase_record, flush_records, write_record
 from lightning_smartinfinity.storage.state.pin import Pin
 
-__all__ = ["StateStore", "Together"]
+__all__ = ["StateStore", "Together", "Write"]
+
+Write = Callable[[Placement, NDArray[np.intp]], object]
+"""Writes the extents of some tasklets from memory to their places in a placement."""
 
 Together = Callable[[], AbstractContextManager[object]]
 """Makes a context that raises on every rank if its body raised on one; ``nullcontext`` for one rank."""
@@ -217,7 +220,7 @@ class StateStore:
         self.records.hold()
 
     def _begin_records(self) -> None:
-        """Flush the commit records. A mark in the half that none was written to tells a kill from a lost record."""
+        """Flush the commit records, and mark the half without one: a kill leaves the mark, a lost record does not."""
         inside = self._folders[0].inside
         if self.generation == 0:
             erase_record(inside, replace(self._record, generation=1), flush=False)
@@ -229,13 +232,7 @@ class StateStore:
         self._num_held = 0
         self.records.write_at_once()
 
-    def spill(
-        self,
-        write: Callable[[Placement, NDArray[np.intp]], object],
-        *,
-        deadline: float = math.inf,
-        together: Together = nullcontext,
-    ) -> None:
+    def spill(self, write: Write, *, deadline: float = math.inf, together: Together = nullcontext) -> None:
         """Write the current generation's extents to storage, unless they are there, without a commit record.
 
         Its number may become one higher: the number's parity selects the half of commit.bin, and the other half holds
@@ -272,13 +269,7 @@ class StateStore:
         """Whether all extents of the current generation are on storage."""
         return self._spilled.generation == self.generation
 
-    def persist(
-        self,
-        write: Callable[[Placement, NDArray[np.intp]], object],
-        *,
-        deadline: float = math.inf,
-        together: Together = nullcontext,
-    ) -> None:
+    def persist(self, write: Write, *, deadline: float = math.inf, together: Together = nullcontext) -> None:
         """Complete the current generation on storage, so that it survives a power loss, with its training record.
 
         Args:

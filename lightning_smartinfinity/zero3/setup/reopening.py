@@ -162,15 +162,11 @@ def newest_common(points: Sequence[set[tuple[int, int, bytes]]], settings: Offlo
     """
     common = set.intersection(*points)
     if not common:
-        why = "the processes have no training record in common, as if none had completed a step."
-        if len(points) == 1:
-            why = (
-                "it left no training record, as after a kill in its first step; or, with durability='interval', before "
-                "state in host memory was first written (TransferConfig(persist_every=...))."
-            )
+        why = "it left no training record" if len(points) == 1 else "the processes have no training record in common"
         raise CheckpointError(
             f"There is no training to resume in {', '.join(map(str, settings.storage))} (job {settings.transfer.job!r})"
-            f": {why}",
+            f": {why}, as after a kill in its first step; or, with durability='interval', before state in host memory "
+            "was first written (TransferConfig(persist_every=...)).",
             user_calls().begin_anew,
         )
     return max(common)
